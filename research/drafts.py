@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from subkv.base.errors import SubkvError, concerning
-from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.engine.cache import choose_cache
 from subkv.engine.checkpoints import Checkpoints
 from subkv.engine.context import Context, ContextOptions
 from subkv.engine.llama import Llama
 from subkv.engine.model import Model
 from subkv.engine.prompt_cache import common_prefix
+from subkv.engine.request import CacheRequest
 from subkv.format.window import N_ROLLBACK
 from subkv.native.binding import C
 
@@ -85,7 +86,7 @@ class DraftModel(LlamaDraftModel):
             self._model = Model(Path(model_path))
             try:
                 require_same_vocabulary(self._model, target.loaded_model)
-                choice = choose_cache(Path(model_path), CacheOptions(kv_cache))
+                choice = choose_cache(Path(model_path), CacheRequest(kv_cache))
                 choice = choice.with_rollback(max(num_pred_tokens, N_ROLLBACK))
                 self._context = self._model.context(choice, ContextOptions(n_ctx, n_threads=target.n_threads))
             except BaseException:

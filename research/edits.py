@@ -25,9 +25,10 @@ import numpy.typing as npt
 from runtime import options
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
-from subkv.engine.cache import CacheChoice, CacheOptions, choose_cache
+from subkv.engine.cache import CacheChoice, choose_cache
 from subkv.engine.context import Context, ContextOptions
 from subkv.engine.model import Model
+from subkv.engine.request import CacheRequest
 from subkv.native.binding import C, captured_log, last_error
 
 Logits = npt.NDArray[np.float64]
@@ -231,10 +232,10 @@ def main(
 ) -> None:
     """Measure how edits of a cached text change the output."""
     choices = {
-        path.stem if path else "subkv": choose_cache(model, CacheOptions("subkv", bases=path))
+        path.stem if path else "subkv": choose_cache(model, CacheRequest("subkv", bases=path))
         for path in bases or (None,)
     }
-    plain = choose_cache(model, CacheOptions("f16"))
+    plain = choose_cache(model, CacheRequest("f16"))
     with Model(model) as opened, captured_log(forward=False):  # llama.cpp logs every shift
         rows = measure(opened, plain, choices, places(opened, files, n_places, n_before), n_threads)
     if form == "json":

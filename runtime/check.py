@@ -55,7 +55,8 @@ def chosen(model: Path, bases: Path | None) -> tuple[dict[str, CacheChoice], dic
 
     Without a plan of BITS that cache is left out, with a note. Raises SubkvError.
     """
-    from subkv.engine.cache import CODED, CacheOptions, choose_cache, ordinary
+    from subkv.engine.cache import CODED, choose_cache, ordinary
+    from subkv.engine.request import CacheRequest
     from subkv.format.metadata import predicted_of, read_predicted
 
     caches = {name: ordinary(name) for name in ("f16", "q8_0", "q4_0")}
@@ -64,19 +65,17 @@ def chosen(model: Path, bases: Path | None) -> tuple[dict[str, CacheChoice], dic
     for bits in (None, BITS):
         try:
             with concerning(kv_cache="model", model_path="model"):
-                choice = choose_cache(model, CacheOptions(CODED, bases=bases, kv_bits=bits))
+                choice = choose_cache(model, CacheRequest(CODED, bases=bases, kv_bits=bits))
         except CacheError as error:
             if bits is None or error.key != "kv_bits":
                 raise
             options.note(f"{BITS:g} bits: left out, {error.reason}")
             continue
         assert choice.layout is not None
-        with choice.opened() as layout, choice.opened(0.0) as of_default:
-            default = of_default.description["budget"]
-            described.append(layout.description)
+        described.append(choice.description)
         if bits is not None and described[-1]["fingerprint"] == described[0]["fingerprint"]:
             continue  # the default is this plan
-        is_default = math.isclose(choice.budget, default, rel_tol=1e-6)  # not with SUBKV_BITS
+        is_default = math.isclose(choice.budget, choice.budget_default, rel_tol=1e-6)  # not with SUBKV_BITS
         name = f"subkv, {choice.budget:.3g} bits" + (", the default" if is_default else "")
         caches[name] = choice
         if klds := predicted_of(described[-1], read_predicted(choice.layout)):

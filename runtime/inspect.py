@@ -99,18 +99,18 @@ def main(
     For any other model: those of the bases that -ctk subkv would use, and their source.
     """
     # numpy and the native libraries: not for a --help
-    from subkv.engine.cache import CODED, CacheOptions, choose_cache
+    from subkv.engine.cache import CODED, choose_cache
     from subkv.engine.memory import available_memory, simulated_cache, trained_context
+    from subkv.engine.request import CacheRequest
     from subkv.format import metadata
     from subkv.native.gguf import Gguf, check_model_file
 
     path = check_model_file(model, weights=False)
     with concerning(path="model", bases="model", kv_cache="model"):
-        choice = choose_cache(path, CacheOptions(CODED, kv_bits=kv_bits))
+        choice = choose_cache(path, CacheRequest(CODED, kv_bits=kv_bits))
         if choice.derived or choice.layout != path:
             options.note(f"{choice.note}; {choice.gain}" if choice.gain else choice.note)
-        with choice.opened() as opened, choice.opened(0.0) as of_default:
-            layout, default = opened.description, of_default.description["budget"]
+        layout = choice.description
         assert choice.layout is not None
         path = choice.layout
     if bases is not None and plot is None:
@@ -145,7 +145,7 @@ def main(
     for line in sentences(cost, n_tokens, predicted, weights, available_memory(), trained):
         show(line)
     by_budget = {budget: plan["predicted"] or None for budget, plan in plans.items()}
-    for line in budgets(default, by_budget, klds["subkv"] if klds else None):
+    for line in budgets(choice.budget_default, by_budget, klds["subkv"] if klds else None):
         show(line)
 
 

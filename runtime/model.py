@@ -9,9 +9,10 @@ from runtime import demo
 from runtime.options import gpu_layers
 from subkv.base.threads import default_threads
 from subkv.engine.announced import unannounced
-from subkv.engine.cache import AUTO, CODED, CacheOptions
 from subkv.engine.context import ContextOptions
 from subkv.engine.llama import Llama
+from subkv.engine.request import CacheRequest
+from subkv.native.bases import AUTO, CODED
 
 L = TypeVar("L", bound=Llama)
 
@@ -19,7 +20,7 @@ L = TypeVar("L", bound=Llama)
 def open_llama(
     model: Path | str | None,
     n_gpu_layers: int,
-    cache: CacheOptions,
+    cache: CacheRequest,
     context: ContextOptions,
     kind: type[L],
 ) -> L:

@@ -16,10 +16,11 @@ from subkv.base.command import group, show, stack
 from subkv.base.errors import SubkvError, system_reason
 from subkv.base.text import printable
 from subkv.base.threads import MAX_THREADS
+from subkv.engine.request import CacheRequest
 from subkv.format.window import Window
 
 if TYPE_CHECKING:
-    from subkv.engine.cache import CacheChoice, CacheOptions
+    from subkv.engine.cache import CacheChoice
     from subkv.engine.context import Context, ContextOptions
     from subkv.engine.model import Model
     from subkv.engine.stats import KVStats
@@ -203,11 +204,9 @@ def requested_cache(
     kv_bits: float | None = None,
     kv_memory: str | None = None,
     **window: Any,
-) -> CacheOptions:
+) -> CacheRequest:
     """The cache that the flags request. -ctk alone sets both K and V, -ctv alone leaves K at f16."""
-    from subkv.engine.cache import CacheOptions  # native libraries: not for a --help
-
-    return CacheOptions(
+    return CacheRequest(
         type_k=type_k,
         type_v=type_v or type_k,
         bases=bases,
@@ -233,7 +232,7 @@ memory_option = click.option(
 
 
 def cache_options(*more: Option) -> Option:
-    """`cache: CacheOptions`; more: --n-rollback, for programs that remove tokens."""
+    """`cache: CacheRequest`; more: --n-rollback, for programs that remove tokens."""
     return group(
         "cache",
         requested_cache,
@@ -310,7 +309,7 @@ class Comparison:
 
     model: str
     names: list[str]
-    requested: CacheOptions
+    requested: CacheRequest
     n_gpu_layers: int
     form: str
 
@@ -399,9 +398,9 @@ def open_context(
     model: Model, choice: CacheChoice, context: ContextOptions, name: str, cleanup: contextlib.ExitStack
 ) -> Context:
     """A context of one of several caches, closed by `cleanup`; its cache is logged under `name`."""
-    from subkv.engine.cache import CacheOptions, open_or_f16  # as in note_cache
+    from subkv.engine.cache import open_or_f16  # as in note_cache
 
-    opened = open_or_f16(choice, CacheOptions(), lambda chosen: model.context(chosen, context))
+    opened = open_or_f16(choice, CacheRequest(), lambda chosen: model.context(chosen, context))
     cleanup.callback(opened.close)
     note_cache(opened.stats, opened.choice, name)
     return opened

@@ -16,8 +16,9 @@ import pytest
 from each import each
 
 from subkv.engine import memory
-from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.engine.cache import choose_cache
 from subkv.engine.model import Model
+from subkv.engine.request import CacheRequest
 from subkv.native.binding import C
 
 REPO = Path(__file__).resolve().parent.parent
@@ -306,7 +307,7 @@ def test_computed_sizes_are_those_of_a_context(tiny_model: Callable[..., Path], 
         shape = size_tables.Shape("tiny", layers, n_head_kv, 64, layers, 128)
         found = {}
         for name in ("f16", "q8_0", "subkv"):
-            choice = choose_cache(model, CacheOptions(name))
+            choice = choose_cache(model, CacheRequest(name))
             params = C.llama_context_default_params()
             params.n_seq_max, params.swa_full = n_seq, False
             params.type_k, params.type_v = choice.type_k, choice.type_v

@@ -27,15 +27,16 @@ from subkv.format.window import Window
 
 # what runs is imported by the command: numpy and the native libraries are not for a --help
 if TYPE_CHECKING:
-    from subkv.engine.cache import CacheOptions
+    from subkv.engine.request import CacheRequest
 
 FILE = click.Path(path_type=Path)
 
 
-def _cache(bases: Path | None, **window: Any) -> CacheOptions:
-    from subkv.engine.cache import CODED, CacheOptions
+def _cache(bases: Path | None, **window: Any) -> CacheRequest:
+    from subkv.engine.cache import CODED
+    from subkv.engine.request import CacheRequest
 
-    return CacheOptions(CODED, bases=bases, window=Window.of(**window))
+    return CacheRequest(CODED, bases=bases, window=Window.of(**window))
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Reading:
 @click.option("-o", "--output", "output", required=True, type=FILE, help="JSON lines to write")
 @click.option("--plot", type=FILE, help="draw errors and bounds by layer (extra plot)")
 def main(
-    model: str, cache: CacheOptions, reading: Reading, n_threads: int | None, output: Path, plot: Path | None
+    model: str, cache: CacheRequest, reading: Reading, n_threads: int | None, output: Path, plot: Path | None
 ) -> None:
     """Measure the errors of attention over a coefficient cache against their bounds, as a text is read."""
     from converter.corpus import read_text

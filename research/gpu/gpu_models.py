@@ -66,14 +66,15 @@ def longest(fits: Callable[[int], bool]) -> int:
 
 def contexts(model: Path, bases: Path, budget: int) -> Iterator[tuple[str, dict[str, int]]]:
     """Per cache: the longest context of one sequence in `budget` bytes, weights included, and its bytes by kind."""
-    from subkv.engine.cache import CacheOptions, choose_cache, flash_attention
+    from subkv.engine.cache import choose_cache, flash_attention
     from subkv.engine.memory import needed
+    from subkv.engine.request import CacheRequest
     from subkv.format.layout import Layout
     from subkv.native.binding import C
 
     for name in BUDGETED:
         coded = name == "subkv"
-        choice = choose_cache(model, CacheOptions(name, bases=bases if coded else None))
+        choice = choose_cache(model, CacheRequest(name, bases=bases if coded else None))
         params = C.llama_context_default_params()
         params.n_batch, params.n_ubatch = 2048, 512
         params.flash_attn_type = flash_attention("on", choice)

@@ -40,9 +40,10 @@ from research.warmstart.trained import Placed, Trained
 from runtime import options
 from subkv.base.errors import SubkvError, concerning
 from subkv.base.progress import tracked
-from subkv.engine.cache import CacheChoice, CacheOptions, parse_cache
+from subkv.engine.cache import CacheChoice, parse_cache
 from subkv.engine.context import ContextOptions
 from subkv.engine.model import Model
+from subkv.engine.request import CacheRequest
 
 N_ANSWER = 16  # tokens of the cold answer that are scored
 N_LABELLED = 8  # tokens of a greedy answer that an exact match is looked for in
@@ -179,7 +180,7 @@ class Evaluation:
     @contextlib.contextmanager
     def _in(self, cache: str) -> Iterator[_Run]:
         settings = self.settings
-        choice = parse_cache(cache, self.model.path, CacheOptions(bases=settings.bases))
+        choice = parse_cache(cache, self.model.path, CacheRequest(bases=settings.bases))
         common = ContextOptions(self.n_ctx, n_threads=settings.n_threads, flash_attn=settings.flash_attn)
         with (
             cold_context(self.model, choice, common) as cold,

@@ -15,9 +15,10 @@ from research.warmstart.planting import Planting, Rows
 from research.warmstart.pooled import Plan
 from research.warmstart.trained import Placed
 from subkv.base.errors import SubkvError
-from subkv.engine.cache import CacheChoice, CacheOptions, choose_cache
+from subkv.engine.cache import CacheChoice, choose_cache
 from subkv.engine.context import Context, ContextOptions
 from subkv.engine.model import Model
+from subkv.engine.request import CacheRequest
 from subkv.native.binding import C
 
 
@@ -146,7 +147,7 @@ def warm_context(model: Model, choice: CacheChoice, options: ContextOptions) -> 
 @contextlib.contextmanager
 def capturing(model: Model, n_ctx: int, n_threads: int | None = None) -> Iterator[WarmContext]:
     """A context with exact cells, to capture prompts of up to n_ctx tokens. Raises as warm_context."""
-    choice = choose_cache(model.path, CacheOptions("f16"))
+    choice = choose_cache(model.path, CacheRequest("f16"))
     with warm_context(model, choice, ContextOptions(n_ctx, n_threads=n_threads)) as context:
         yield context
 

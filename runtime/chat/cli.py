@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from runtime.chat.conversation import Conversation, FirstTokens, Sampling, Stop, Turn
-    from subkv.engine.cache import CacheOptions
     from subkv.engine.context import ContextOptions
     from subkv.engine.llama import Llama
+    from subkv.engine.request import CacheRequest
 
     OpenModel = Callable[[Callable[[], Llama]], AbstractContextManager[tuple[Llama, FirstTokens | None]]]
 
@@ -357,7 +357,7 @@ def run(
     chat_input: ChatInput,
     template: str | None,
     n_predict: int | None,
-    cache: CacheOptions,
+    cache: CacheRequest,
     sampling: Sampling,
     context: ContextOptions,
     n_gpu_layers: int,

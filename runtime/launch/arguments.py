@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from subkv.base.files import open_regular
-from subkv.native.bases import AUTO, CODED, budget_of
+from subkv.native.bases import AUTO, CODED
 
 MODEL, REPO, REPO_FILE, FROM_URL, FOLDER = "model", "repo", "repo_file", "from_url", "folder"
 TYPE_K, TYPE_V, DRAFT, DRAFT_TYPE_K, DRAFT_TYPE_V = "type_k", "type_v", "draft", "draft_type_k", "draft_type_v"
@@ -72,9 +72,9 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def _first_budget(types: Iterable[str]) -> float | None:
-    bits = (budget_of(name.partition(":")[2]) for name in types if is_coded(name))
-    return next((budget for budget in bits if budget is not None), None)
+def _coded_type(types: Iterable[str]) -> str | None:
+    """The first coded type, one with bits before one without."""
+    return next(iter(sorted(filter(is_coded, types), key=lambda name: ":" not in name)), None)
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,14 @@ class ProgramArguments:
         return any(is_coded(name) for name in self.types)
 
     @property
-    def budget(self) -> float | None:
-        """The bits of the first cache type subkv:BITS."""
-        return _first_budget(self.types)
+    def coded_type(self) -> str | None:
+        """The first of the types subkv and subkv:BITS."""
+        return _coded_type(self.types)
 
     @property
-    def draft_budget(self) -> float | None:
+    def draft_type(self) -> str | None:
         """The same of the draft model."""
-        return _first_budget(self.draft_types)
+        return _coded_type(self.draft_types)
 
     @property
     def ordinary(self) -> bool:

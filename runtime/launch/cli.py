@@ -8,9 +8,10 @@ import click
 
 from runtime import options
 from runtime.launch.start import find_program, prepare_start, read_arguments
-from runtime.launch.variables import CacheRequest, request_options
+from runtime.launch.variables import request_options
 from subkv.base.command import command
 from subkv.base.folders import PLUGIN_ONLY
+from subkv.engine.request import CacheRequest
 
 
 @command(context_settings={"allow_interspersed_args": False})

@@ -34,19 +34,14 @@ print(f"its ggml{misfit}" if misfit else "")
 
 @dataclass(frozen=True)
 class Door:
-    """plugin: the plug-in's file; None: the program uses our libllama. why: the end of a sentence about the program.
+    """The way by which a program gets the coded cache."""
 
-    by_name: its ggml contains a CPU backend, or may do so. Then libllama loads others only for --device.
-    gpu: it also contains a GPU's. variables: others that the plug-in needs in this program. search: the program finds
-    our libraries only in the folders where the linker looks.
-    """
-
-    plugin: Path | None
-    why: str
-    by_name: bool = False
-    gpu: bool = False
-    variables: Mapping[str, str] = field(default_factory=dict)
-    search: bool = False
+    plugin: Path | None  # the file of the plug-in; None: the program uses our libllama
+    why: str  # what the user reads behind the program's name
+    by_name: bool = False  # its ggml has a CPU backend inside, so libllama loads the plug-in only for --device
+    gpu: bool = False  # a GPU's backend is inside as well
+    variables: Mapping[str, str] = field(default_factory=dict)  # what else the plug-in needs in this program
+    search: bool = False  # our libraries must be in the folders that the linker searches
 
 
 def _beside_a_gpu(listed: str) -> str:

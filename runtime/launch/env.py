@@ -16,7 +16,6 @@ from runtime.launch.bundled import other_package, pinned
 from runtime.launch.doors import DEVICES, Door, device_variables, plugin_file, plugin_variables
 from runtime.launch.variables import (
     ANY_MODEL,
-    CacheRequest,
     cache_variables,
     library_variables,
     program_path,
@@ -25,6 +24,7 @@ from runtime.launch.variables import (
 from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
 from subkv.base.folders import PLUGIN_ONLY
+from subkv.engine.request import CacheRequest
 
 
 def _sh(name: str, value: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime import options
@@ -22,10 +22,10 @@ from runtime.launch.arguments import (
 from runtime.launch.variables import (
     ANY_MODEL,
     CACHE,
-    CacheRequest,
     cache_variables,
     fit_memory,
     library_variables,
+    request_variables,
     search_variables,
     without_libraries,
 )
@@ -33,6 +33,7 @@ from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.base.folders import PLUGIN_ONLY
 from subkv.base.threads import MAX_THREADS
+from subkv.engine.request import CacheRequest
 from subkv.native.bases import AUTO, CODED
 
 THREADS = ("-t", "--threads", "-tb", "--threads-batch")
@@ -74,13 +75,19 @@ def _with_fitting_budget(program: str, read: ProgramArguments, request: CacheReq
     if len(read.models) != 1 or not read.n_ctx:
         found = f"{len(read.models)} models" if len(read.models) != 1 else "no context size"
         raise CacheError("kv_memory", f"expected -m with one model and -c with its context size, found {found}")
-    if request.kv_bits is not None or read.budget is not None:
-        raise CacheError("kv_memory", "expected either it or bits per element, found both")
     n_seq = read.n_parallel or (SERVER_SLOTS if program_name(program) == "llama-server" else 1)
     with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
-        request, line = fit_memory(read.models[0], request, read.n_ctx, n_seq, unified=read.n_parallel is None)
+        asked = _with_type(request, read.coded_type)
+        fitting, line = fit_memory(read.models[0], asked, read.n_ctx, n_seq, unified=read.n_parallel is None)
     options.note(line)
-    return request
+    return replace(request, kv_memory=None, kv_bits=fitting.kv_bits)
+
+
+def _with_type(request: CacheRequest, coded: str | None) -> CacheRequest:
+    """The request with a coded type of the arguments, whose bits have precedence."""
+    if coded is None:
+        return request
+    return replace(request, kv_cache=coded, kv_bits=None if ":" in coded else request.kv_bits)
 
 
 def _variables(program: Program, read: ProgramArguments, request: CacheRequest, strict: bool) -> dict[str, str]:
@@ -99,15 +106,15 @@ def _variables(program: Program, read: ProgramArguments, request: CacheRequest, 
         request = _with_fitting_budget(program.name, read, request)
     if read.ordinary:
         name = "/".join(dict.fromkeys(read.types))
-        for key in () if read.codes_draft else request.flags():
+        for key in () if read.codes_draft else request.only_coded():
             raise SubkvError(key, f"expected a coefficient cache (-ctk subkv), found {name}")
         options.note(f"KV cache: {name}, from the arguments")
     if not read.ordinary or read.codes_draft:
         with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
             by_default = strict and not read.types
-            variables, notes = cache_variables(
-                models, request, read.strict or by_default, bool(plugin), read.budget, CODED if by_default else AUTO
-            )
+            asked, kind = _with_type(request, read.coded_type), CODED if by_default else AUTO
+            variables, notes = cache_variables(models, asked, read.strict or by_default, bool(plugin), kind)
+            variables |= request_variables(request)
         if not (notes or read.ordinary):
             notes = [ANY_MODEL]
         for line in notes:
@@ -115,8 +122,8 @@ def _variables(program: Program, read: ProgramArguments, request: CacheRequest, 
     for model in ([read.draft] if read.draft else read.models) if read.codes_draft else []:
         with concerning(model="-md", model_path="-md", kv_cache="-ctkd"):
             strict_draft = any(is_coded(name) for name in read.draft_types)
-            kv_bits = read.draft_budget or request.kv_bits
-            options.note(f"draft {model.name}: {prepare_model(model, strict_draft, kv_bits=kv_bits).line}")
+            asked = _with_type(replace(request, bases=None), read.draft_type)
+            options.note(f"draft {model.name}: {prepare_model(model, asked, strict_draft).line}")
     return variables
 
 

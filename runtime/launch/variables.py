@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import click
 from runtime import options
 from subkv.base.command import group
 from subkv.base.errors import CacheError, concerning
+from subkv.engine.request import AUTOMATIC, CacheRequest
 from subkv.format.window import MAX_RECENT, MAX_SINK, VARIABLES, Window
 from subkv.native.bases import AUTO, CODED, check_budget
 from subkv.native.library import LIB_PATH
@@ -29,35 +30,21 @@ READ = (CACHE, BITS, *VARIABLES.values())
 LIBRARY_PATH = {"darwin": "DYLD_LIBRARY_PATH", "win32": "PATH"}.get(sys.platform, "LD_LIBRARY_PATH")
 
 
-@dataclass(frozen=True)
-class CacheRequest:
-    """The cache that a user requests for a program, by the flags of the same names."""
-
-    bases: Path | None = None
-    window: Window = Window()
-    kv_bits: float | None = None
-    kv_memory: str | None = None
-
-    def variables(self) -> dict[str, str]:
-        """The environment variables for this request. Raises CacheError about invalid numbers."""
-        for name, n in self.window.requested().items():
-            most = MAX_SINK if name == "n_sink" else MAX_RECENT
-            if isinstance(n, int) and n > most:
-                raise CacheError(name, f"expected 0 to {most} tokens, found {n}")
-        self.window.check_adapt()
-        check_budget(self.kv_bits)
-        bits = {} if self.kv_bits is None else {BITS: f"{self.kv_bits:g}"}
-        return bits | {VARIABLES[name]: str(value) for name, value in self.window.requested().items()}
-
-    def flags(self) -> list[str]:
-        """Names of the given flags that only a coded cache has."""
-        own = {"bases": self.bases, "kv_bits": self.kv_bits, "kv_memory": self.kv_memory}
-        return [*(name for name, value in own.items() if value is not None), *self.window.requested()]
+def request_variables(request: CacheRequest) -> dict[str, str]:
+    """The environment variables for a request's window and bits. Raises CacheError about invalid numbers."""
+    for name, n in request.window.requested().items():
+        most = MAX_SINK if name == "n_sink" else MAX_RECENT
+        if isinstance(n, int) and n > most:
+            raise CacheError(name, f"expected 0 to {most} tokens, found {n}")
+    request.window.check_adapt()
+    check_budget(request.kv_bits)
+    bits = {} if request.kv_bits is None else {BITS: f"{request.kv_bits:g}"}
+    return bits | {VARIABLES[name]: str(value) for name, value in request.window.requested().items()}
 
 
 request_options = group(
     "request",
-    lambda bases, kv_bits, kv_memory, **window: CacheRequest(bases, Window.of(**window), kv_bits, kv_memory),
+    options.requested_cache,
     click.option("--bases", type=options.PATH, metavar="FILE", help="bases: a sidecar or a converted model"),
     options.bits_option,
     options.memory_option,
@@ -66,27 +53,26 @@ request_options = group(
 )
 
 
-def prepare(model: Path, strict: bool = False, bases: Path | None = None, kv_bits: float | None = None) -> CacheChoice:
+def prepare(model: Path, request: CacheRequest = AUTOMATIC, strict: bool = False) -> CacheChoice:
     """Look up the bases of a model, or derive them from its weights, as the library does it in the program.
 
-    strict: raise if bases cannot be derived; else the model gets an ordinary cache. bases: the user's file with them.
-    kv_bits: as subkv.Llama.
+    strict: raise if bases cannot be derived; else the model gets an ordinary cache.
     Raises ModelFileError about `model_path`, CacheError about `bases` or `kv_cache`.
     """
     # numpy and the native libraries: not for a --help
-    from subkv.engine.cache import CacheOptions, choose_cache, f16_instead
+    from subkv.engine.cache import choose_cache, f16_instead
     from subkv.native.gguf import check_model_file
 
-    if bases is None:
+    if request.bases is None:
         with concerning(model="model_path"):
             check_model_file(model)
     try:
-        choice = choose_cache(model, CacheOptions(CODED, bases=bases, kv_bits=kv_bits))
+        coded = CODED if request.kv_cache == AUTO else request.kv_cache
+        return choose_cache(model, replace(request, kv_cache=coded, window=Window()))  # the program gets the window
     except CacheError as error:
         if strict or error.key != "kv_cache":
             raise
-        return f16_instead(CacheOptions(), error)
-    return choice
+        return f16_instead(AUTOMATIC, error)
 
 
 def fit_memory(model: Path, request: CacheRequest, n_ctx: int, n_seq: int, unified: bool) -> tuple[CacheRequest, str]:
@@ -97,17 +83,15 @@ def fit_memory(model: Path, request: CacheRequest, n_ctx: int, n_seq: int, unifi
     Raises as prepare(), and CacheError about `kv_memory`.
     """
     # numpy and the native libraries: not for a --help
-    from subkv.engine.cache import CacheOptions, choose_cache
-    from subkv.engine.fitting import fitted, memory_size
+    from subkv.engine.cache import choose_cache
+    from subkv.engine.fitting import fitted
     from subkv.native.binding import C
 
-    assert request.kv_memory is not None
-    n_bytes = memory_size(request.kv_memory)
-    choice = choose_cache(model, CacheOptions(CODED, bases=request.bases, window=request.window))
+    choice = choose_cache(model, request)
     params = C.llama_context_default_params()
     params.n_ctx, params.n_seq_max, params.kv_unified = n_ctx, n_seq, unified
-    budget, line = fitted(model, choice, params, n_bytes)
-    return replace(request, kv_bits=budget), line
+    fitting = fitted(model, request, choice, params)
+    return replace(request, kv_memory=None, kv_bits=fitting.budget), fitting.fit
 
 
 def cache_variables(
@@ -115,21 +99,20 @@ def cache_variables(
     request: CacheRequest,
     strict: bool = False,
     name_bases: bool = False,
-    kv_bits: float | None = None,
     cache: str = AUTO,
 ) -> tuple[dict[str, str], list[str]]:
     """Variables that give these models the requested caches, and a line about each cache.
 
-    strict: as prepare(). kv_bits: of the arguments, which have precedence over the request's. name_bases: name the file
-    with a single model's bases, for readers with another cache folder. cache: AUTO, or CODED: they get no other one.
+    strict: as prepare(). name_bases: name the file with a single model's bases, for readers with another cache folder.
+    cache: AUTO, or CODED: they get no other one.
 
-    Raises as prepare() and CacheRequest.variables().
+    Raises as prepare() and request_variables().
     """
-    variables, kv_bits = request.variables(), request.kv_bits if kv_bits is None else kv_bits
+    variables = request_variables(request)
     if request.bases is not None:
-        prepared = [prepare(request.bases, strict=True, bases=request.bases, kv_bits=kv_bits)]
+        prepared = [prepare(request.bases, request, strict=True)]
     else:
-        prepared = [prepare(model, strict, kv_bits=kv_bits) for model in models]
+        prepared = [prepare(model, request, strict) for model in models]
     value, layout = cache if models else AUTO, prepared[0].layout if len(prepared) == 1 else None
     if layout is not None and not prepared[0].derived and (name_bases or request.bases is not None):
         value = os.path.abspath(layout)

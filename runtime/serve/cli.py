@@ -17,9 +17,10 @@ import click
 from runtime import demo, options
 from runtime.launch.arguments import ProgramArguments
 from runtime.launch.start import Program, Start, find_program, prepare_start, read_arguments
-from runtime.launch.variables import CacheRequest, request_options
+from runtime.launch.variables import request_options
 from subkv.base.command import command, group, stack
 from subkv.base.errors import SubkvError
+from subkv.engine.request import CacheRequest
 
 SERVER = "llama-server"
 

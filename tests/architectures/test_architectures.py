@@ -17,8 +17,9 @@ from guarantees import examine
 from converter.calibrate import main as calibrate
 from converter.cli import main as convert
 from converter.sensitivity_stage import compare
-from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.engine.cache import choose_cache
 from subkv.engine.model import Model
+from subkv.engine.request import CacheRequest
 from subkv.format import metadata
 from subkv.plan import mla
 from subkv.plan.pipeline import Options
@@ -69,7 +70,7 @@ def test_latent_attention_is_prepared(arch: str, tmp_path: Path) -> None:
         d_k = 64 if arch == "glm5-next" else 80  # the latent alone: nothing of its keys turns
         assert [(layer["d_k"], layer["d_v"], layer["v"]) for layer in described["layers"]] == [(d_k, 64, [])] * n
     names = ("bases.gguf", "weights.gguf")
-    caches = [choose_cache(model, CacheOptions("subkv", bases=tmp_path / name)) for name in names]
+    caches = [choose_cache(model, CacheRequest("subkv", bases=tmp_path / name)) for name in names]
     tokens = random.Random(5).choices(range(40, 130), k=320)
     with Model(model) as opened:
         assert all(0.0 <= kld < 0.5 for kld in compare(opened, caches, tokens, 1))

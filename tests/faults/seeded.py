@@ -279,8 +279,15 @@ FAULTS = [
     Fault(
         "types that were requested are replaced",
         "runtime/native/hook",
-        "types::requested",
-        (Swap("GGML_TYPE_F16", "v", beside="k"), Swap("GGML_TYPE_F16", "k", beside="v")),
+        "asked_type",
+        Always(beside="GGML_TYPE_F16"),
+        AUTOMATIC,
+    ),
+    Fault(
+        "a file that belongs to another model",
+        "runtime/native/bases",
+        "take_variable",
+        Never(beside="OF_ANOTHER"),
         AUTOMATIC,
     ),
     Fault(

@@ -22,9 +22,10 @@ from converter.session import Session
 from converter.source import Source
 from runtime.inspect import main as inspect
 from subkv.base.errors import SubkvError
-from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.engine.cache import choose_cache
 from subkv.engine.model import Model
 from subkv.engine.observer import SAMPLE
+from subkv.engine.request import CacheRequest
 from subkv.format import metadata
 from subkv.format.calibration import Calibration, LayerShape, read_calibration
 from subkv.format.window import Window
@@ -76,7 +77,7 @@ def test_one_command_prepares(model: Path, cache_home: Path) -> None:
     plain = model.with_name("weights.gguf")
     derived_numpy.sidecar(model, plain, Options(window=WINDOW, kv_bits=5.0, bpe_context=1000000))
     tokens = [int(t) for t in np.random.default_rng(2).integers(40, 130, 256)]
-    caches = [choose_cache(model, CacheOptions("subkv", bases=path)) for path in (found, plain)]
+    caches = [choose_cache(model, CacheRequest("subkv", bases=path)) for path in (found, plain)]
     with Model(model) as opened:
         ours, theirs = compare(opened, caches, tokens, 1)
     assert 0.0 < ours < 0.5 * theirs

@@ -22,9 +22,10 @@ from gguf import GGUFValueType as T
 from converter.cli import main as convert
 from converter.conversion import convert_file
 from subkv.base.errors import SubkvError
+from subkv.engine.cache import choose_cache
+from subkv.engine.request import CacheRequest
 from subkv.format.calibration import write_calibration
 from subkv.format.metadata import read
-from subkv.native.bases import NAMED, find_bases
 from subkv.plan.budget import BUDGET_TOLERANCE, same
 from subkv.plan.pipeline import PLANS, Options
 
@@ -229,7 +230,7 @@ def test_remedy_keeps_the_plans(tmp_path: Path) -> None:
 def test_predicted_quality_of_found_bases(text: str, budget: float | None, shown: str, tmp_path: Path) -> None:
     keys = FILE.keys | {"subkv.predicted": (T.STRING, text)}
     file = writer.write(tmp_path / "a.gguf", writer.sealed(keys))
-    _, tokens, quality = find_bases(file, file, NAMED, budget).size.partition(" tokens")
+    _, tokens, quality = choose_cache(file, CacheRequest("subkv", bases=file, kv_bits=budget)).note.partition(" tokens")
     assert (tokens, quality) == (" tokens", shown)
 
 

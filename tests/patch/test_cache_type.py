@@ -8,7 +8,8 @@ from pathlib import Path
 
 from test_upstream_programs import environment, program
 
-from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.engine.cache import choose_cache
+from subkv.engine.request import CacheRequest
 
 
 def complete(model: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -67,7 +68,7 @@ def test_bits(demo_model: Path) -> None:
             "SUBKV_BITS: expected bits per element, .*, found 'few'",
         ),
         (["-ctk", "subkv:few"], {}, "Unsupported cache type: subkv:few"),
-        (["-ctk", "subkv:4.25", "-ctv", "subkv:5.2"], {}, "expected, subkv:4.25 and subkv:5.2 found"),
+        (["-ctk", "subkv:4.25", "-ctv", "subkv:5.2"], {}, "one number of bits per element, found 4.25 and 5.2"),
     ):
         done = complete(demo_model, *arguments, **variables)
         assert done.returncode != 0 and re.search(sentence, done.stderr), done.stderr
@@ -84,8 +85,7 @@ def test_the_dry_run_and_the_context_report_the_same_memory(demo_model: Path) ->
     (line,) = re.findall(r"subkv: coded K/V cache, .*", coded.stderr)
     mib, f16 = map(float, re.findall(r"([\d.]+) MiB \(f16: ([\d.]+)\)", line)[0])
     assert abs(int(tables[0][0]) - f16) <= 1
-    with choose_cache(demo_model, CacheOptions("subkv")).opened() as layout:
-        bases = layout.description["bytes_bases"] / (1 << 20)
+    bases = choose_cache(demo_model, CacheRequest("subkv")).description["bytes_bases"] / (1 << 20)
     assert abs(int(tables[1][0]) + bases - mib) <= 1
     assert mib < 0.55 * f16
     assert "ordinary" not in coded.stderr.split("subkv: ")[1].split("\n")[0]

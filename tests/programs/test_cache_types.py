@@ -19,8 +19,9 @@ from program_paths import program
 from servers import CODED, Server, free_port, wait_until
 
 from runtime.launch.start import Start, find_program, prepare_start, read_arguments
-from runtime.launch.variables import CacheRequest, prepare
+from runtime.launch.variables import prepare
 from runtime.serve.cli import serve_start
+from subkv.engine.request import CacheRequest
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="no bases are derived here under wine")
 OPTIONS = ["-c", "256", "-np", "1", "-t", "1", "--no-warmup", "--no-ui", "--offline", "-lv", "4"]
@@ -198,7 +199,10 @@ def test_types_of_llama_bench(start: Callable[..., Start], words: Path) -> None:
 def test_types_that_the_program_refuses(words: Path, tmp_path: Path) -> None:
     prepare(words)
     for arguments, why in (
-        (["-ctk", "subkv", "-ctv", "q8_0"], "cache types: the same for keys and values with subkv and auto expected"),
+        (
+            ["-ctk", "subkv", "-ctv", "q8_0"],
+            "cache types: expected the same cache for K and V with 'subkv', found",
+        ),
         (["-ctk", "subkv2"], "Unsupported cache type: subkv2"),
     ):
         for start in (by_itself, by_run, by_serve):

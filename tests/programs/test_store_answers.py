@@ -12,7 +12,8 @@ import stand_ins
 import tiny
 from servers import CODED, ORDINARY, Server, assert_same, serving
 
-from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.engine.cache import choose_cache
+from subkv.engine.request import CacheRequest
 
 SYSTEM = "You are a clerk who answers in few words and never lies about what was said before. " * 4
 # models and caches that can remove different tails
@@ -53,7 +54,7 @@ def test_conversations_in_any_order(arch: str, cache: str, words_of: Callable[[s
     prompts = [*topics, *(f"{topic}And then? {SYSTEM[:90]}" for topic in topics), f"{SYSTEM}Another."]
     order = [*prompts, *rng.sample(prompts, len(prompts)), *rng.sample(prompts, len(prompts))]
     model, coded = words_of(arch), cache == "subkv"
-    assert not coded or choose_cache(model, CacheOptions(cache)).coded  # bases are derived, where the library looks
+    assert not coded or choose_cache(model, CacheRequest(cache)).coded  # bases are derived, where the library looks
     types = ("-ctk", cache, "-ctv", cache) if cache == "q8_0" else ()
     arguments = ("-np", 1, "-c", 1024, "-b", 128, "-ub", 128, *types)
     kind = {"subkv": "auto" if coded else "off", "folder": tmp_path}

@@ -156,11 +156,12 @@ def write_model(folder: Path, shape: str, **other: Any) -> Path:
 
     other: changes of the shape's metadata.
     """
-    from subkv.engine.cache import CacheOptions, choose_cache
+    from subkv.engine.cache import choose_cache
+    from subkv.engine.request import CacheRequest
 
     arch, keys = SHAPES[shape]
     model = virtual.write(folder / f"{shape}.gguf", arch, **keys | {"context_length": 1 << 17} | other)
-    assert choose_cache(model, CacheOptions("subkv")).coded
+    assert choose_cache(model, CacheRequest("subkv")).coded
     return model
 
 
@@ -243,10 +244,11 @@ def main(
         rows = []
         found = examined(shapes or list(SHAPES), depth, folder, options)
         if model is not None:
-            from subkv.engine.cache import CacheOptions, choose_cache
+            from subkv.engine.cache import choose_cache
+            from subkv.engine.request import CacheRequest
 
             path = model
-            assert choose_cache(path, CacheOptions("subkv")).coded  # stores bases for the server
+            assert choose_cache(path, CacheRequest("subkv")).coded  # stores bases for the server
             kinds = ("f16", "subkv", IN_PYTHON)
             found = ((path.stem, kind, measure(path, kind, folder / kind, depth, options)) for kind in kinds)
         for shape, cache, steps in found:

@@ -36,15 +36,20 @@ int main(int argc, char ** argv) {
         return 1;
     }
     EXPECT(SUBKV_ERROR_BUDGET, "bits per element", "`subkv convert MODEL --");
-    const subkv_bases * bases = subkv_find_bases(argv[1], NULL, SUBKV_BASES_EMBEDDED, 0.0f, NULL, 0);
-    if (!bases || bases->source != SUBKV_BASES_NONE || bases->error.kind != SUBKV_ERROR_INVALID) {
+    subkv_cache_request asked = { .model = argv[1], .type = "auto", .n_sink = -1, .n_recent = -1, .n_rollback = -1 };
+    subkv_cache_choice  choice;
+    if (!subkv_resolve(&asked, &choice) || choice.layout || strcmp(choice.type_k, "f16") != 0 || !*choice.words) {
         return 1;
     }
-    subkv_bases_free(bases);
-    bases = subkv_find_bases(argv[1], argv[3], SUBKV_BASES_WEIGHTS, 0.0f, NULL, 0);
-    if (!bases || bases->error.kind != SUBKV_ERROR_NONE || *bases->error.reason) {
+    asked.bases = argv[3];
+    if (!subkv_resolve(&asked, &choice) || choice.source != SUBKV_BASES_NAMED || choice.n_rollback != 16) {
         return 1;
     }
-    subkv_bases_free(bases);
+    subkv_layout_free(choice.layout);
+    asked.type = "q5";
+    if (subkv_resolve(&asked, &choice)) {
+        return 1;
+    }
+    EXPECT(SUBKV_ERROR_INVALID, "type", "");
     return 0;
 }

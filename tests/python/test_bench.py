@@ -209,7 +209,7 @@ def test_copies_fill_as_evaluated_batches(coded_model: Models, cache: str, flash
         (["-d", "-5"], 2, "-5 is not in the range x>=0"),
         (["-fa", "on,sometimes"], 2, "'sometimes' is not one of 'on', 'off', 'auto'"),
         (["-ctk", "q4_0", "-fa", "off"], 1, "-fa: expected 'on' or 'auto' for a q4_0 V cache, found 'off'"),
-        (["-ctk", "f16:x.gguf"], 1, "-ctk: expected a file only after 'subkv:'"),
+        (["-ctk", "f16:x.gguf"], 1, "-ctk: expected one of auto, subkv, f32"),
     ],
 )
 def test_refusals(tiny_model: Models, arguments: list[str], code: int, message: str) -> None:

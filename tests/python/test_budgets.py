@@ -19,10 +19,11 @@ from runtime.launch.arguments import read
 from runtime.launch.doors import Door
 from runtime.launch.programs import ENDING
 from runtime.launch.start import Program, _variables
-from runtime.launch.variables import CacheRequest, cache_variables
+from runtime.launch.variables import cache_variables
 from subkv.base.errors import CacheError, SubkvError
-from subkv.engine.cache import CacheOptions, choose_cache, parse_cache
+from subkv.engine.cache import choose_cache, parse_cache
 from subkv.engine.fitting import memory_size
+from subkv.engine.request import CacheRequest
 from subkv.format.metadata import read as described
 from subkv.native.bases import DERIVED_BUDGETS
 from subkv.native.paths import lib_dir
@@ -109,7 +110,7 @@ def test_invalid_variable(planned: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_bases_without_plans(tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits that bases from the weights cannot have are refused, in a chat as well: f16 does not replace them."""
     model = Path(shutil.copy(tiny_model(), tmp_path / "m.gguf"))
-    for options in (CacheOptions(kv_bits=3), CacheOptions("subkv:3")):
+    for options in (CacheRequest(kv_bits=3), CacheRequest("subkv:3")):
         with pytest.raises(CacheError, match="for bases from the weights of this model .*, found 3") as e:
             choose_cache(model, options)
         assert e.value.key == "kv_bits"
@@ -122,12 +123,12 @@ def test_least_bits_of_derived_bases(tiny_model: Models, tmp_path: Path, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     reason = r"expected \d+\.\d+ to \d+\.\d+ for bases from the weights of this model at 32768 tokens, found 3"
     with pytest.raises(CacheError, match=reason):
-        choose_cache(tiny_model("deepseek2"), CacheOptions("subkv:3"))
+        choose_cache(tiny_model("deepseek2"), CacheRequest("subkv:3"))
 
 
 def test_lists_of_caches(planned: Path) -> None:
     assert [parse_cache(name, planned).budget for name in ("subkv", "subkv:6", "subkv:4.5")] == [8.0, 6.0, 4.5]
-    requested = CacheOptions(kv_bits=6)
+    requested = CacheRequest(kv_bits=6)
     assert [parse_cache(name, planned, requested).budget for name in ("subkv", "f16")] == [6.0, 0.0]
     with pytest.raises(CacheError, match="expected 4.5, 6 or 8"):
         parse_cache("subkv:5", planned)
@@ -165,9 +166,9 @@ def test_variables_of_run(planned: Path) -> None:
 
 def test_arguments_of_run() -> None:
     found = read("llama-server", ["-m", "m.gguf", "-ctk", "subkv:4.5"], {}, ["f16"])
-    assert found.strict and not found.ordinary and found.budget == 4.5
-    assert read("llama-bench", ["-ctk", "f16,subkv:3,subkv:6"], {}, ["f16"]).budget == 3
-    assert read("llama-server", ["-ctk", "subkv"], {}, ["f16"]).budget is None
+    assert found.strict and not found.ordinary and found.coded_type == "subkv:4.5"
+    assert read("llama-bench", ["-ctk", "f16,subkv,subkv:3,subkv:6"], {}, ["f16"]).coded_type == "subkv:3"
+    assert read("llama-server", ["-ctk", "subkv"], {}, ["f16"]).coded_type == "subkv"
 
 
 def test_description_names_the_plans(planned: Path) -> None:
@@ -190,7 +191,7 @@ def test_memory_chooses_the_budget(planned: Path) -> None:
         stats = llm.kv_stats()
         assert llm.cache_choice.budget == bits and stats.bytes_kv + stats.bytes_bases <= most
         assert f"KV memory: {bits:g} bits per element, " in llm.cache_choice.fit
-        assert llm.cache_choice.note == choose_cache(planned, CacheOptions("subkv", kv_bits=bits)).note
+        assert llm.cache_choice.note == choose_cache(planned, CacheRequest("subkv", kv_bits=bits)).note
         llm.close()
     with pytest.raises(CacheError, match=r"for 256 tokens at the smallest budget of the bases, 4\.5 bits") as e:
         opened(planned, kv_memory=totals[2] - 1)

@@ -176,7 +176,7 @@ def test_cache_flags(flags: tuple[str | None, str | None], names: tuple[str, str
 def test_flags_of_coded_caches(flags: tuple[str | None, str | None], coded_model: Models) -> None:
     request = options.requested_cache(*flags, adapt="v", n_sink=3)
     choice = choose_cache(coded_model(), request)
-    assert (choice.name, choice.window.requested()) == ("subkv", {"n_sink": 3, "adapt": "v"})
+    assert (choice.name, choice.window.n_sink, choice.window.adapt) == ("subkv", 3, "v")
 
 
 def test_first_steps() -> None:

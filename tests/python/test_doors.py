@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from runtime import cli
 from runtime.launch import bundled, doors, start
-from runtime.launch.variables import CacheRequest
 from subkv.base.errors import SubkvError
+from subkv.engine.request import CacheRequest
 from subkv.native.library import lib_dir
 
 OURS = lib_dir()

@@ -14,10 +14,11 @@ from compiled import ROOT, linked, objects
 from gguf import GGUFReader
 
 from subkv.base.errors import CacheError, NoCodedCacheError, SubkvError
-from subkv.engine.cache import CacheOptions, choose_cache, creation_error, parse_cache
+from subkv.engine.cache import choose_cache, creation_error, parse_cache
+from subkv.engine.request import CacheRequest
 from subkv.format.layout import Layout
 from subkv.native import library
-from subkv.native.bases import NAMED, find_bases, stored_path
+from subkv.native.bases import stored_path
 from subkv.native.store import Store
 
 Models = Callable[..., Path]
@@ -69,10 +70,10 @@ def test_kinds(tiny_model: Models, coded_model: Models, tmp_path: Path, monkeypa
     assert bad.value.reason == library.last_error() == f"{bad.value.cause}; convert the base model again"
     assert "convert" not in bad.value.cause and failure.sentence("subkv.keys.sha256").startswith("expected the digest")
     with pytest.raises(CacheError, match="^kv_bits: expected .* has a plan, found 64; `subkv convert MODEL"):
-        find_bases(plain, model, NAMED, 64)
+        choose_cache(plain, CacheRequest(bases=model, kv_bits=64))
     monkeypatch.setenv("SUBKV_BITS", "four")
     with pytest.raises(CacheError, match="^SUBKV_BITS: expected bits per element, such as 3 or 4.25, found 'four'$"):
-        choose_cache(plain, CacheOptions("subkv"))
+        choose_cache(plain, CacheRequest("subkv"))
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", "")
     with pytest.raises(SubkvError, match="^XDG_CACHE_HOME: expected an absolute path, .* found 'here'$"):

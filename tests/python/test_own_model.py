@@ -25,9 +25,10 @@ from opening import last_logits, opened, prompt
 from runtime import cli
 from runtime.model import open_llama
 from subkv.base.errors import CacheError, NoCodedCacheError, SubkvError
-from subkv.engine.cache import CacheChoice, CacheOptions, choose_cache, open_or_f16
+from subkv.engine.cache import CacheChoice, choose_cache, open_or_f16
 from subkv.engine.context import ContextOptions
 from subkv.engine.llama import Llama
+from subkv.engine.request import CacheRequest
 from subkv.format.layout import Layout
 from subkv.format.window import Window
 from subkv.native.bases import sidecar_path
@@ -94,12 +95,12 @@ REFUSED = "cache: f16; model llama-embed: subkv cannot hold its K/V cache becaus
 def test_a_model_that_the_engine_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = virtual.write(tmp_path / "model.gguf", "llama-embed")
     capsys.readouterr()
-    with open_llama(model, 0, CacheOptions(), SHORT, Llama) as llm:
+    with open_llama(model, 0, CacheRequest(), SHORT, Llama) as llm:
         assert llm.cache_choice.name == "f16"
         assert llm.cache_choice.line.startswith(REFUSED)
     assert capsys.readouterr().err == "", "the program prints the line"
     with pytest.raises(CacheError, match="cannot hold its K/V cache because"):
-        open_llama(model, 0, CacheOptions(type_k="subkv", type_v="subkv"), SHORT, Llama)
+        open_llama(model, 0, CacheRequest(type_k="subkv", type_v="subkv"), SHORT, Llama)
 
 
 def test_lists_of_caches_get_f16_as_well(tmp_path: Path) -> None:
@@ -115,24 +116,24 @@ def test_lists_of_caches_get_f16_as_well(tmp_path: Path) -> None:
 
 def test_errors_about_anything_else_are_errors(tiny_model: Models, tmp_path: Path) -> None:
     with pytest.raises(SubkvError) as error:
-        open_llama(tiny_model(), 0, CacheOptions(), ContextOptions(1 << 30), Llama)
+        open_llama(tiny_model(), 0, CacheRequest(), ContextOptions(1 << 30), Llama)
     assert error.value.key == "n_ctx"
     with pytest.raises(SubkvError) as error:
-        open_llama(tmp_path / "none.gguf", 0, CacheOptions(), SHORT, Llama)
+        open_llama(tmp_path / "none.gguf", 0, CacheRequest(), SHORT, Llama)
     assert error.value.key == "model_path"
 
 
 def test_explicit_choices_stay(tiny_model: Models, coded_model: Models) -> None:
     for model, choice, name in (
-        (tiny_model(), CacheOptions("q8_0"), "q8_0"),
-        (tiny_model(), CacheOptions(type_k="f16"), "f16"),
-        (tiny_model(), CacheOptions(bases=coded_model()), "subkv"),
-        (tiny_model(), CacheOptions("subkv"), "subkv"),
-        (tiny_model(), CacheOptions(kv_bits=4.25), "subkv"),
+        (tiny_model(), CacheRequest("q8_0"), "q8_0"),
+        (tiny_model(), CacheRequest(type_k="f16"), "f16"),
+        (tiny_model(), CacheRequest(bases=coded_model()), "subkv"),
+        (tiny_model(), CacheRequest("subkv"), "subkv"),
+        (tiny_model(), CacheRequest(kv_bits=4.25), "subkv"),
     ):
         chosen = choose_cache(model, choice)
         assert (chosen.name, chosen.automatic) == (name, False)
-    chosen = choose_cache(coded_model(), CacheOptions(window=Window(n_recent=16)))
+    chosen = choose_cache(coded_model(), CacheRequest(window=Window(n_recent=16)))
     assert (chosen.layout, chosen.window.n_recent, chosen.automatic) == (coded_model(), 16, True)
     assert not chosen.gain, "bases that somebody has prepared are not replaced by f16"
 
@@ -295,7 +296,7 @@ def test_memory_is_no_reason_for_a_larger_cache() -> None:
                 raise error
 
         with contextlib.nullcontext() if falls_back else pytest.raises(CacheError):
-            open_or_f16(choice, CacheOptions(), opens)
+            open_or_f16(choice, CacheRequest(), opens)
         assert names == (["subkv", "f16"] if falls_back else ["subkv"])
 
 
@@ -307,7 +308,7 @@ def test_a_model_that_is_removed_while_it_opens(model: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr("subkv.engine.llama.require_memory", removed)
-        with pytest.raises(SubkvError, match="no such file") as error, opened(model):
+        with pytest.raises(SubkvError, match="does not exist") as error, opened(model):
             pass
     assert str(model) in str(error.value)
 

@@ -72,14 +72,15 @@ def test_commands_without_a_llama_cpp(site: Path, tiny_model: object) -> None:
 
 def test_bases_of_a_model(site: Path, tiny_model: object) -> None:
     """Derived in memory where the cache is made, as by package subkv."""
-    from subkv.engine.cache import CacheOptions, choose_cache
+    from subkv.engine.cache import choose_cache
+    from subkv.engine.request import CacheRequest
 
     model = tiny_model()  # type: ignore[operator]
     printed = run(site, "env", "-m", model, "--format", "json")
     variables = json.loads(printed.stdout)
     assert json.loads(run(site, "env", "--plugin", "-m", model, "--format", "json").stdout) == variables
     assert Path(variables["GGML_BACKEND_PATH"]).is_relative_to(site) and "LD_LIBRARY_PATH" not in variables
-    assert variables["SUBKV"] == "auto" and choose_cache(model, CacheOptions("subkv")).derived
+    assert variables["SUBKV"] == "auto" and choose_cache(model, CacheRequest("subkv")).derived
     assert "bases: from the weights" in printed.stderr and "subkv convert" in printed.stderr
 
 

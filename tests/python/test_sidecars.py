@@ -27,22 +27,20 @@ import subkv
 from converter.cli import main as convert
 from runtime import cli
 from subkv.base.errors import CacheError, ModelFileError, SubkvError
-from subkv.engine.cache import CacheOptions, choose_cache, parse_cache
+from subkv.engine.cache import choose_cache, parse_cache
+from subkv.engine.request import CacheRequest
 from subkv.format import store
 from subkv.native.bases import (
     BESIDE,
     NAMED,
-    NONE,
     STORED,
     WEIGHTS,
-    find_bases,
     model_content,
     sidecar_folder,
     sidecar_path,
     stored_path,
 )
 from subkv.native.gguf import CONTENT_KEY, Gguf
-from subkv.native.library import NO_ERROR
 
 Models = Callable[..., Path]
 
@@ -153,7 +151,7 @@ def test_auto_takes_the_stored_one(stored: Path, model: Path) -> None:
     )
     renamed = model.rename(model.with_name("renamed.gguf"))
     assert choose_cache(renamed).layout == stored
-    assert choose_cache(renamed, CacheOptions("subkv")).layout == stored
+    assert choose_cache(renamed, CacheRequest("subkv")).layout == stored
     assert parse_cache("subkv", renamed).layout == parse_cache("auto", renamed).layout == stored
 
 
@@ -164,8 +162,8 @@ def test_a_renamed_model_finds_the_sidecar_beside_it(model: Path, made: Path, ti
     sidecar_path(model.with_name("b.gguf")).mkdir()
     renamed = model.rename(model.with_name("renamed.gguf"))
     for path in (renamed, renamed.with_name("./renamed.gguf"), Path(os.path.relpath(renamed))):
-        found = find_bases(path, None, STORED)
-        assert found.source == BESIDE and found.path is not None and os.path.samefile(found.path, beside)
+        found = choose_cache(path, derive=False)
+        assert found.source == BESIDE and found.layout is not None and os.path.samefile(found.layout, beside)
         assert choose_cache(path).note == found.note != ""
     other = Path(shutil.copy(tiny_model(seed=1), model.with_name("other.gguf")))
     assert choose_cache(other, derive=False).name == "f16"
@@ -189,26 +187,23 @@ def test_the_search_and_hostile_files(model: Path, made: Path, tmp_path: Path, c
         Path("x" * 5000): os.strerror(errno.ENAMETOOLONG),
     }
     for path, why in files.items():
-        with pytest.raises(ModelFileError, match=f"^model: .*expected .*, found {re.escape(why)}$") as caught:
-            find_bases(path, None, WEIGHTS)
+        with pytest.raises(ModelFileError, match=f"^model_path: .*expected .*, found {re.escape(why)}$") as caught:
+            choose_cache(path)
         assert str(caught.value).isprintable()
-        found = find_bases(model, path, NAMED)
-        assert (found.source, found.path, found.note) == (NAMED, path, "")
-        assert found.failure.reason.endswith(f"found {why}")
-    plain = find_bases(model, model, NAMED)
-    assert plain.failure.reason == f"expected subkv.* keys (a converted model or a sidecar), found none in {model}"
-    none = find_bases(model, None, STORED)
-    assert (none.source, none.path, none.note) == (NONE, None, "") and "no bases for this model" in none.failure.reason
+        with pytest.raises(SubkvError, match="^bases: (expected .*, found |cannot read )"):
+            choose_cache(model, CacheRequest(bases=path))
+    with pytest.raises(CacheError, match=r"^bases: expected subkv\.\* keys \(a converted model or a sidecar\), found"):
+        choose_cache(model, CacheRequest(bases=model))
     path = stored_path(model, model_content(model))
     assert path.name.endswith(".gguf") and path.parent == cache_home / "subkv" / "sidecars"
     path.parent.mkdir(parents=True, exist_ok=True)
     cut.replace(path)
-    found = find_bases(model, None, WEIGHTS)
-    assert (found.source, found.path, found.is_unavailable) == (STORED, path, False) and not found.is_usable
+    with pytest.raises(CacheError, match=f"^bases: .*{re.escape(str(path))}.*; convert the model again, or ignore it"):
+        choose_cache(model)
     older = path.with_name(path.name.replace(".gguf", ".weights.gguf"))  # older builds stored derived bases
     path.rename(older)
-    found = find_bases(model, None, WEIGHTS)
-    assert (found.source, found.path, found.budget) == (WEIGHTS, None, 6.5) and found.is_usable
+    found = choose_cache(model)
+    assert (found.source, found.layout, found.budget) == (WEIGHTS, model, 6.5)
     for content in ("", "0" * 63, "../" * 30):
         with pytest.raises(SubkvError, match="subkv_sidecar_path: content: expected 64 hex digits, found"):
             stored_path(model, content)
@@ -219,23 +214,22 @@ def test_bases_of_another_user(stored: Path, model: Path, made: Path) -> None:
     """Found, not named: those of this user, of root and, beside the model, of the model's owner."""
 
     def refused(path: Path) -> bool:
-        found = find_bases(model, None, WEIGHTS)
-        assert found.path == path
-        if found.is_usable:
-            return False
-        owner = path.stat().st_uid
-        assert found.failure.kind != NO_ERROR
-        assert found.failure.sentence() == (
-            f"{path}: expected a file that only this user can write to, found owner {owner} (chown it to user 0)"
-        )
-        return True
+        try:
+            assert choose_cache(model).layout == path
+        except CacheError as error:
+            owner = path.stat().st_uid
+            assert error.cause == (
+                f"{path}: expected a file that only this user can write to, found owner {owner} (chown it to user 0)"
+            )
+            return True
+        return False
 
     assert not refused(stored)
     os.chown(stored, 1234, 1234)
     assert refused(stored)
     with pytest.raises(CacheError, match="expected a file that only this user can write to, found owner 1234"):
         choose_cache(model)
-    assert find_bases(model, stored, NAMED).is_usable
+    assert choose_cache(model, CacheRequest(bases=stored)).source == NAMED
     beside = Path(shutil.copy(made, sidecar_path(model)))
     assert not refused(beside)
     os.chown(beside, 1234, 1234)
@@ -249,30 +243,32 @@ def test_bases_of_another_user(stored: Path, model: Path, made: Path) -> None:
 def test_bases_that_everybody_can_write_to(stored: Path, model: Path) -> None:
     """Also the folder: nothing is stored there."""
     stored.chmod(0o646)
-    found = find_bases(model, None, WEIGHTS)
-    assert found.failure.reason == "expected a file that only this user can write to, found mode 0646 (chmod go-w)"
+    with pytest.raises(
+        CacheError, match="expected a file that only this user can write to, found mode 0646 .chmod go-w"
+    ):
+        choose_cache(model)
     stored.chmod(0o664)  # the group is the user's own with most umasks of 002
-    assert find_bases(model, None, WEIGHTS).is_usable
+    assert choose_cache(model).source == STORED
     stored.parent.chmod(0o777)
     with pytest.raises(SubkvError, match="XDG_CACHE_HOME: expected a path that only this user can write to"):
         store.entry(model).prepare()
 
 
 def test_choices_with_precedence_over_the_store(stored: Path, model: Path, made: Path, coded_model: Models) -> None:
-    assert choose_cache(model, CacheOptions(bases=made)).layout == made
-    assert choose_cache(model, CacheOptions("q8_0")).name == "q8_0"
+    assert choose_cache(model, CacheRequest(bases=made)).layout == made
+    assert choose_cache(model, CacheRequest("q8_0")).name == "q8_0"
     assert choose_cache(coded_model()).layout == coded_model()
     beside = Path(shutil.copy(made, sidecar_path(model)))
     assert choose_cache(model).layout == beside
 
 
 def test_no_sidecar(stored: Path, model: Path) -> None:
-    none = CacheOptions(sidecar=False)
+    none = CacheRequest(sidecar=False)
     choice = choose_cache(model, none, derive=False)
     assert choice.name == "f16"
     for coded in (
         choose_cache(model, none),
-        choose_cache(model, CacheOptions("subkv", sidecar=False)),
+        choose_cache(model, CacheRequest("subkv", sidecar=False)),
         parse_cache("auto", model, none),
     ):
         assert coded.derived and coded.layout == model
@@ -302,13 +298,13 @@ def test_store_that_cannot_be_looked_into(
         why = "expected an absolute path, as there is no home folder, found nothing"
     assert choose_cache(model, derive=False).name == "f16"
     for kind in ("auto", "subkv"):
-        coded = choose_cache(model, CacheOptions(kind))
+        coded = choose_cache(model, CacheRequest(kind))
         assert "; no stored bases: " in coded.note and why in coded.note
         assert coded.derived
 
 
 def test_bases_of_weights(model: Path, cache_home: Path) -> None:
-    choice = choose_cache(model, CacheOptions("subkv"))
+    choice = choose_cache(model, CacheRequest("subkv"))
     assert (choice.layout, choice.derived, choice.budget) == (model, True, 6.5)
     assert choice.note.startswith("bases: from the weights, ")
     assert f"subkv convert {model}" in choice.line
@@ -341,15 +337,15 @@ def test_calibrated_bases_that_cannot_be_read_now(reason: str, cache: str, model
         shutil.copy(made, path)
         sentence = rf"^bases: {path}: expected a .*, found .*; make it readable, or ignore it with --no-sidecar$"
         with unreadable(path, reason) as why, pytest.raises(CacheError, match=sentence) as caught:
-            choose_cache(model, CacheOptions(cache))
+            choose_cache(model, CacheRequest(cache))
         assert f"{why}; " in str(caught.value)
     sidecar_path(model).unlink()
 
 
 def test_calibrated_bases_take_precedence(model: Path, made: Path) -> None:
-    choose_cache(model, CacheOptions("subkv"))
+    choose_cache(model, CacheRequest("subkv"))
     stored = put(made, model)
-    assert choose_cache(model, CacheOptions("subkv")).layout == stored
+    assert choose_cache(model, CacheRequest("subkv")).layout == stored
 
 
 @pytest.mark.parametrize("obstacle", ["file", "read-only"])
@@ -361,7 +357,7 @@ def test_store_that_cannot_be_written(obstacle: str, model: Path, cache_home: Pa
     else:
         cache_home.mkdir(parents=True)
         cache_home.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    assert choose_cache(model, CacheOptions("subkv")).derived
+    assert choose_cache(model, CacheRequest("subkv")).derived
     with subkv.Llama(model, kv_cache="subkv", n_ctx=256, verbose=False) as llm:
         llm.eval([1, 2, 3])
         assert llm.kv_stats().type_k == "subkv"
@@ -377,7 +373,7 @@ def test_weights_that_give_no_bases(model: Path) -> None:
     reason = "no bases for this model, and none can be derived from its weights: blk.0.attn_k.weight: expected a tensor"
     why = f"^kv_cache: {reason} type that can be dequantized, found type i32"
     with pytest.raises(CacheError, match=why) as refused:
-        choose_cache(model, CacheOptions("subkv"))
+        choose_cache(model, CacheRequest("subkv"))
     assert str(refused.value).endswith("; choose f16")
     choice = choose_cache(model)
     assert (choice.name, choice.automatic) == ("f16", True)
@@ -414,11 +410,11 @@ def test_sidecar_of_something_else(
         stamped(made, path, **damage)
     for kind in ("auto", "subkv"):
         with pytest.raises(CacheError, match=found) as caught:
-            choose_cache(model, CacheOptions(kind))
+            choose_cache(model, CacheRequest(kind))
         assert caught.value.key == "bases"
         assert str(caught.value).count("convert the ") == 1
         assert "--no-sidecar" in str(caught.value)
-    assert choose_cache(model, CacheOptions(sidecar=False)).derived
+    assert choose_cache(model, CacheRequest(sidecar=False)).derived
     result = CliRunner().invoke(cli.main, ["chat", "-m", str(model), "-p", "Hi", "-st"])
     assert result.exit_code == 1
     assert result.stderr.startswith("--bases: ") and found in result.stderr
@@ -427,7 +423,7 @@ def test_sidecar_of_something_else(
 
 def test_sidecar_without_weights_is_no_model(model: Path, made: Path) -> None:
     stamped(made, made.with_name("older.gguf"), **{CONTENT_KEY: (GGUFValueType.STRING, "")})
-    assert choose_cache(model, CacheOptions(bases=made.with_name("older.gguf"))).name == "subkv"  # explicit choices
+    assert choose_cache(model, CacheRequest(bases=made.with_name("older.gguf"))).name == "subkv"  # explicit choices
 
 
 #

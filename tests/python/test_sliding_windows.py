@@ -13,10 +13,11 @@ from test_checkpoints import answer, counting
 
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine import checkpoints
-from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.engine.cache import choose_cache
 from subkv.engine.context import ContextOptions
 from subkv.engine.llama import Llama
 from subkv.engine.model import Model
+from subkv.engine.request import CacheRequest
 
 Models = Callable[..., Path]
 N_CTX, N_SWA, SPACING = 2048, 16, 128
@@ -120,7 +121,7 @@ def test_measurements_do_not_read_a_lost_window(tiny_model: Models, kind: str) -
     model = tiny_model("gemma2")
     options = ContextOptions(N_CTX, n_batch=64, n_ubatch=64)
     tokens = prompt(700)
-    with Model(model) as opened_, opened_.context(choose_cache(model, CacheOptions(kind)), options) as context:
+    with Model(model) as opened_, opened_.context(choose_cache(model, CacheRequest(kind)), options) as context:
         for start in range(0, 704, 64):
             if start == 320:
                 context.mark(320)
@@ -141,17 +142,15 @@ def test_measurements_do_not_read_a_lost_window(tiny_model: Models, kind: str) -
 def test_bases_from_the_weights_leave_sliding_layers_out(tiny_model: Models) -> None:
     """As llama.cpp says which these are; other models keep all layers."""
     for arch, coded in (("gemma2", [1, 3]), ("llama", [0, 1])):
-        with choose_cache(tiny_model(arch), CacheOptions("subkv")).opened() as layout:
-            assert [layer["il"] for layer in layout.description["layers"]] == coded
+        layers = choose_cache(tiny_model(arch), CacheRequest("subkv")).description["layers"]
+        assert [layer["il"] for layer in layers] == coded
 
 
 @pytest.mark.parametrize("arch", ["gemma2", "gpt-oss", "llama"])
 def test_programs_derive_the_same_bases(arch: str, tiny_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """A native context without a layout, as that of a program, has the fingerprint of the layout in Python."""
     model = tiny_model(arch)
-    choice = choose_cache(model, CacheOptions("subkv"))
-    with choice.opened() as layout:
-        expected = layout.description["fingerprint"]
+    expected = choose_cache(model, CacheRequest("subkv")).description["fingerprint"]
     monkeypatch.setenv("SUBKV", "subkv")
     native = engine.Model(model)
     with engine.session(native, flash_attn=1) as s:

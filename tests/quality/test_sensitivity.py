@@ -148,18 +148,19 @@ def test_a_smaller_window_than_the_planned_one_is_refused(
     measured: Path, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Such bases are not fitted to rows inside the window, so a smaller window would be silently wrong."""
-    from subkv.engine.cache import CacheOptions, choose_cache
+    from subkv.base.errors import CacheError
+    from subkv.engine.cache import choose_cache
     from subkv.engine.context import ContextOptions
     from subkv.engine.model import Model
+    from subkv.engine.request import CacheRequest
 
     result = run_convert(tiny_model("llama"), measured, tmp_path, "--kv-bits", "5", "--n-recent", str(N_RECENT))
     assert result.exit_code == 0, result.output
     with Model(str(tmp_path / "o.gguf")) as model:
-        options = ContextOptions(256, 64, 64, 1, "off")
-        caches = [choose_cache(model.path, CacheOptions(window=Window(n_recent=n))) for n in (8, 32)]
-        with pytest.raises(Exception, match="n.recent: at least 16 expected, for which the kld-aware bases were made"):
-            model.context(caches[0], options)
-        model.context(caches[1], options).close()
+        with pytest.raises(CacheError, match="n_recent: at least 16 expected, for which the kld-aware bases were made"):
+            choose_cache(model.path, CacheRequest(window=Window(n_recent=8)))
+        wider = choose_cache(model.path, CacheRequest(window=Window(n_recent=32)))
+        model.context(wider, ContextOptions(256, 64, 64, 1, "off")).close()
 
 
 def test_kld_aware_needs_sensitivities(

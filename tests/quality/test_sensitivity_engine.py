@@ -30,9 +30,10 @@ from converter.session import Session
 from converter.source import Source
 from converter.statistics_stage import Chunk, collect_layers, observe
 from subkv.base.errors import SubkvError
-from subkv.engine.cache import CacheChoice, CacheOptions, choose_cache, ordinary
+from subkv.engine.cache import CacheChoice, choose_cache, ordinary
 from subkv.engine.context import ContextOptions
 from subkv.engine.model import Model
+from subkv.engine.request import CacheRequest
 from subkv.format import metadata
 from subkv.format.calibration import Calibration, LayerShape, TextSource, read_calibration
 from subkv.format.window import Window
@@ -157,7 +158,7 @@ def test_predicts_the_cost_of_a_layout_in_the_engine(
         write_sidecar(base, tmp_path / "layout.gguf", {**values, SHA256_KEY: ("str", "0" * 64)})
     with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
         chunk = cut(session, [read_text(text)], N_CTX, 8)[-1]
-        cache = choose_cache(source.path, CacheOptions("subkv", bases=tmp_path / "layout.gguf"))
+        cache = choose_cache(source.path, CacheRequest("subkv", bases=tmp_path / "layout.gguf"))
         (kld,) = compare(session.model, [cache], chunk, 1)
     assert predicted is not None
     assert 0.5 < kld / predicted < 2.0

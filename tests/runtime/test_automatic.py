@@ -55,7 +55,7 @@ for name in sys.argv[1:]:
     for side, type in re.findall("([kv])([0-9]+)", kind):
         setattr(params, "type_" + side, int(type))
     ctx = C.llama_init_from_model(model, params)
-    said = [text.strip() for level, text in lines if level >= 3 and ("subkv" in text or "SUBKV" in text)]
+    said = [text.strip() for level, text in lines if level >= 3 and re.search("subkv|SUBKV|cache type", text)]
     kv = [text.split("size =")[1].strip() for _, text in lines if "cells" in text and "K (" in text]
     found = {"made": bool(ctx), "log": said, "kv": kv[0] if kv else ""}
     if ctx and kind not in ("dry", "made"):
@@ -229,10 +229,10 @@ def test_explicit_attach_gives_the_same_numbers(model: Path, bases: Path) -> Non
     """An attached layout, or an explicit ordinary cache, takes precedence over the environment."""
     program = PROGRAM.replace(
         "    ctx = C.llama_init",
-        "    from subkv.engine.cache import CacheChoice, attached\n"
+        "    from subkv.engine.cache import ORDINARY, attached, coded_by\n"
         "    import os, pathlib\n"
         "    file = os.environ['BASES']\n"
-        "    choice = CacheChoice('x', 'x', 1, 1, pathlib.Path(file) if file else None)\n"
+        "    choice = coded_by(pathlib.Path(file)) if file else ORDINARY\n"
         "    hold = attached(choice); hold.__enter__()\n"
         "    ctx = C.llama_init",
     )
@@ -342,7 +342,7 @@ def test_types_that_do_not_go_together(model: Path) -> None:
     for value in (None, "auto"):
         for found in run(*(f"{model}={pair}" for pair in pairs), subkv=value):
             assert not found["made"]
-            assert "cache types: the same for keys and values with subkv and auto expected, " in found["log"][0]
+            assert "cache types: expected the same cache for K and V with " in found["log"][0]
 
 
 def test_a_required_cache_is_required_again(model: Path, bases: Path, tiny_model: Models) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import CacheChoice
-from subkv.format.window import N_ROLLBACK
+from subkv.format.window import N_ROLLBACK, Window
 
 # isort: split
 from llama_cpp.llama_speculative import LlamaDraftModel
@@ -101,9 +101,9 @@ def check_rollback(n_draft: int, n_rollback: int | None, stacklevel: int = 3) ->
         )
 
 
-def with_room_for_drafts(choice: CacheChoice, n_draft: int) -> CacheChoice:
-    """The choice with an n_rollback for drafts of n_draft tokens, all of which may be rejected."""
-    requested = choice.window.requested().get("n_rollback")
+def with_room_for_drafts(choice: CacheChoice, window: Window, n_draft: int) -> CacheChoice:
+    """The choice with an n_rollback for drafts of n_draft tokens, all of which may be rejected. window: requested."""
+    requested = window.requested().get("n_rollback")
     if choice.coded:
         check_rollback(n_draft, requested, stacklevel=4)
     return choice.with_rollback(n_draft) if requested is None and n_draft > N_ROLLBACK else choice

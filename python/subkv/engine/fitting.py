@@ -11,8 +11,9 @@ from typing import Any
 
 from subkv.base.errors import CacheError
 from subkv.base.numbers import shown
-from subkv.engine.cache import MIB, CacheChoice
+from subkv.engine.cache import MIB, CacheChoice, choose_cache
 from subkv.engine.memory import needed, trained_context
+from subkv.engine.request import CacheRequest
 from subkv.format.metadata import predicted_of, read_predicted
 from subkv.native.bases import DERIVED_BUDGETS
 
@@ -42,30 +43,27 @@ class _Plan:
     predicted: dict[str, float] | None
 
 
-def _plans(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> Iterator[_Plan]:
-    """All budgets of a file, from the largest."""
+def _plans(path: Path, requested: CacheRequest, choice: CacheChoice, params: Any, n_ctx: int) -> Iterator[_Plan]:
+    """All budgets of the choice's bases, from the largest."""
     assert choice.layout is not None
     of_default = read_predicted(choice.layout)
-    with choice.opened(0.0) as default:
-        described = default.description
-    more = DERIVED_BUDGETS if choice.derived else (plan["budget"] for plan in described["plans"])
-    for budget in sorted({described["budget"], *more}, reverse=True):
+    more = DERIVED_BUDGETS if choice.derived else (plan["budget"] for plan in choice.description["plans"])
+    for budget in sorted({choice.budget_default, *more}, reverse=True):
         try:
-            with choice.opened(budget) as layout:
-                own = layout.description
-        except CacheError:
-            if not choice.derived:
+            chosen = choose_cache(path, dataclasses.replace(requested, kv_memory=None, kv_bits=budget))
+        except CacheError as error:
+            if not choice.derived or error.key != "kv_bits":
                 raise
             continue  # fewer bits than derived bases of this model can have
-        sized = dataclasses.replace(choice, budget=budget)
-        n_bytes, fixed = _sizes(path, sized, params, n_ctx, own["bytes_bases"])
-        yield _Plan(sized, n_bytes, fixed, predicted_of(own, of_default))
+        sized = dataclasses.replace(chosen, window=choice.window)
+        n_bytes, fixed = _sizes(path, sized, params, n_ctx)
+        yield _Plan(sized, n_bytes, fixed, predicted_of(sized.description, of_default))
 
 
-def _sizes(path: Path, choice: CacheChoice, params: Any, n_ctx: int, of_bases: int) -> tuple[int, int]:
+def _sizes(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> tuple[int, int]:
     """Bytes of a cache of n_ctx tokens, and those of its exact window and bases."""
     sizes = needed(path, choice, params, n_ctx)
-    fixed = round(sizes["exact window"]) + of_bases
+    fixed = round(sizes["exact window"]) + int(choice.description["bytes_bases"])
     return round(sizes["cells"]) + fixed, fixed
 
 
@@ -74,29 +72,30 @@ def _longest(path: Path, plan: _Plan, params: Any, n_ctx: int, n_bytes: int) -> 
     context, so a share of the cells is an upper bound, which is tried again.
     """
     granule = GRANULE * (1 if params.kv_unified else max(1, params.n_seq_max))
-    with plan.choice.opened() as layout:
-        of_bases = layout.description["bytes_bases"]
     n, found, fixed = n_ctx, plan.n_bytes, plan.fixed
     while n > 0 and found > n_bytes:
         n = max((n_bytes - fixed) * n // (found - fixed) // granule * granule, 0)
         if n > 0:
-            found, fixed = _sizes(path, plan.choice, params, n, of_bases)
+            found, fixed = _sizes(path, plan.choice, params, n)
     return n
 
 
-def fitted(path: Path, choice: CacheChoice, params: Any, n_bytes: int) -> tuple[float, str]:
-    """The largest budget whose cells, exact window and bases take at most n_bytes, and a line about it.
+def fitted(path: Path, requested: CacheRequest, choice: CacheChoice, params: Any) -> CacheChoice:
+    """The choice with the largest budget whose cells, exact window and bases fit in kv_memory, and a line about it.
 
-    path: of the model; choice: a coded cache. params: llama_context_params; n_ctx 0: the trained context.
+    path: of the model; choice: the coded cache for this request. params: llama_context_params; n_ctx 0: the trained
+    context.
 
     Raises CacheError about `kv_memory` with the context that would fit, and if no context can be simulated.
     """
+    assert requested.kv_memory is not None
+    n_bytes = memory_size(requested.kv_memory)
     n_ctx, smallest = params.n_ctx or trained_context(path), None
-    for plan in _plans(path, choice, params, n_ctx):
+    for plan in _plans(path, requested, choice, params, n_ctx):
         if plan.n_bytes == plan.fixed:
             raise CacheError("kv_memory", "expected a model whose cache can be simulated, found another one")
         if plan.n_bytes <= n_bytes:
-            return plan.choice.budget, _line(plan, n_ctx, n_bytes)
+            return dataclasses.replace(plan.choice, fit=_line(plan, n_ctx, n_bytes))
         smallest = plan
     assert smallest is not None
     longest = _longest(path, smallest, params, n_ctx, n_bytes)

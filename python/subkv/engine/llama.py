@@ -31,7 +31,6 @@ from subkv.engine import states
 from subkv.engine.announced import report_cache
 from subkv.engine.cache import (
     CacheChoice,
-    CacheOptions,
     attached,
     choose_cache,
     creation_error,
@@ -53,6 +52,7 @@ from subkv.engine.memory import expected_params, require_memory
 from subkv.engine.model import Model
 from subkv.engine.pictures import LOST_PICTURE, Pictures
 from subkv.engine.prompt_cache import PromptCache
+from subkv.engine.request import CacheRequest
 from subkv.engine.stats import KVStats, context_stats
 from subkv.format.adapt import AdaptStats, adapt_stats, report
 from subkv.format.window import Window
@@ -62,6 +62,20 @@ from subkv.native.gguf import check_model_file, sha256
 from subkv.native.store import Found
 
 __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
+
+
+TYPES = ("type_k", "type_v")
+
+
+def _choose(
+    path: Path, requested: CacheRequest, arguments: dict[str, Any], flash_attn: str | bool | None, n_draft: int
+) -> CacheChoice:
+    """The cache that the arguments request, with room for drafts. arguments: of the parent class. Raises SubkvError."""
+    derive = not (arguments["embedding"] or arguments["vocab_only"])  # these read a cache once, or have none
+    choice = with_room_for_drafts(choose_cache(path, requested, derive), requested.window, n_draft)
+    if requested.kv_memory is None:
+        return choice
+    return fitted(path, requested, choice, expected_params(arguments, choice, flash_attention(flash_attn, choice)))
 
 
 class Llama(llama_cpp.Llama):
@@ -127,49 +141,24 @@ class Llama(llama_cpp.Llama):
             raise SubkvError("prompt_cache", f"expected a folder or a PromptCache, found {shown(prompt_cache)}")
         draft = as_draft_model(kwargs.pop("draft_model", None))
         n_draft = draft_length(draft, arguments["n_batch"])
-        window = Window.of(n_sink, n_recent, n_rollback, adapt)
-        bases_path = None if bases is None else checked_path("bases", bases)
-        n_bytes = None if kv_memory is None else memory_size(kv_memory)
-        requested = CacheOptions(kv_cache, type_k, type_v, bases_path, window, sidecar, kv_bits, n_bytes)
-        derive = not (arguments["embedding"] or arguments["vocab_only"])  # these read a cache once, or have none
-        choice = with_room_for_drafts(choose_cache(path, requested, derive), n_draft)
-        if n_bytes is not None:
-            params = expected_params(arguments, choice, flash_attention(flash_attn, choice))
-            budget, line = fitted(path, choice, params, n_bytes)
-            chosen = choose_cache(path, replace(requested, kv_memory=None, kv_bits=budget))
-            choice = with_room_for_drafts(replace(chosen, fit=line), n_draft)
+        requested = CacheRequest(
+            kv_cache,
+            type_k,
+            type_v,
+            None if bases is None else checked_path("bases", bases),
+            Window.of(n_sink, n_recent, n_rollback, adapt),
+            sidecar,
+            kv_bits,
+            None if kv_memory is None else memory_size(kv_memory),
+        )
+        choice = _choose(path, requested, arguments, flash_attn, n_draft)
         store = PromptCache(prompt_cache) if isinstance(prompt_cache, (str, os.PathLike)) else prompt_cache
         choice = open_or_f16(
             choice, requested, lambda chosen: self._open(path, chosen, flash_attn, progress, arguments, kwargs)
         )
-        self._arguments: dict[str, Any] = {
-            "kv_cache": choice.name if choice.coded else "f16",
-            "bases": None if bases is None else os.fspath(bases),
-            "n_sink": n_sink,
-            "n_recent": n_recent,
-            "n_rollback": n_rollback,
-            "adapt": adapt,
-            "sidecar": sidecar,
-            "kv_bits": kv_bits,
-            "kv_memory": kv_memory,
-            "flash_attn": flash_attn,
-            "progress": progress,
-            "prompt_cache": prompt_cache,
-        }
-        recurrent = self._is_recurrent or self._is_hybrid
-        sliding = C.llama_model_n_swa(self._model.model) > 0 and not self._swa_full
-        self._ctx = GuardedContext(self._ctx, recurrent, sliding)
-        self.loaded_model = Model(path, arguments["n_gpu_layers"], self._model.model)
-        if len(self.input_ids) < self._n_ctx:  # llama.cpp rounds n_ctx up, but not the parent's arrays
-            self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
-            if self._logits_all:
-                self.scores = np.empty((self._n_ctx, self._n_vocab), dtype=np.single)
-        self._unpooled = self.pooling_type() == C.LLAMA_POOLING_TYPE_NONE
-        self._identity: dict[str, Any] | None = None
-        with concerning(model="lora_path"):
-            # of the bytes that were loaded: later another file may have this name
-            self.lora_identity = [sha256([Path(self.lora_path)]), self.lora_scale] if self.lora_path else None
-        self._pictures = Pictures(self.input_ids)
+        own = replace(requested, kv_cache=choice.name if choice.coded else "f16").arguments()
+        self._arguments = own | {"flash_attn": flash_attn, "progress": progress, "prompt_cache": prompt_cache}
+        self._complete(path, arguments)
         self.set_cache(store)
         if arguments["vocab_only"]:  # no cells
             return
@@ -210,6 +199,23 @@ class Llama(llama_cpp.Llama):
         if choice.coded and not arguments["vocab_only"]:
             self.kv_stats()  # raises if llama.cpp has created a context without cells
         return choice
+
+    def _complete(self, path: Path, arguments: dict[str, Any]) -> None:
+        """Set what the parent class lacks, once the context is open."""
+        recurrent = self._is_recurrent or self._is_hybrid
+        sliding = C.llama_model_n_swa(self._model.model) > 0 and not self._swa_full
+        self._ctx = GuardedContext(self._ctx, recurrent, sliding)
+        self.loaded_model = Model(path, arguments["n_gpu_layers"], self._model.model)
+        if len(self.input_ids) < self._n_ctx:  # llama.cpp rounds n_ctx up, but not the parent's arrays
+            self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
+            if self._logits_all:
+                self.scores = np.empty((self._n_ctx, self._n_vocab), dtype=np.single)
+        self._unpooled = self.pooling_type() == C.LLAMA_POOLING_TYPE_NONE
+        self._identity: dict[str, Any] | None = None
+        with concerning(model="lora_path"):
+            # of the bytes that were loaded: later another file may have this name
+            self.lora_identity = [sha256([Path(self.lora_path)]), self.lora_scale] if self.lora_path else None
+        self._pictures = Pictures(self.input_ids)
 
     def _unload(self) -> None:
         """Free what a failed _open() has left."""
@@ -588,8 +594,7 @@ class Llama(llama_cpp.Llama):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__() | self._arguments
-        state["draft_model"] = as_draft_model(self._drafts)
-        if self._choice.coded:
-            del state["type_k"], state["type_v"]
+        state: dict[str, Any] = super().__getstate__()
+        types = {"type_k": None, "type_v": None} if self._choice.coded else {name: state[name] for name in TYPES}
+        state |= self._arguments | types | {"draft_model": as_draft_model(self._drafts)}
         return state

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import json
 import os
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ WITHOUT_DIGEST = 4  # format version whose keys have no checksum
 
 
 class Layout:
-    """A subkv_layout. Use it as a context manager, or close() it.
+    """A subkv_layout. Use it as a context manager, or close() it; its last reference frees it, too.
 
     budget: of one of the file's plans, in bits per element; 0: the file's default. derived: from the weights of the
     model at `path`, in memory, at any budget; sliding: its layers that need none, unless all are. handle: libsubkv's.
@@ -42,6 +43,9 @@ class Layout:
             else lib.subkv_layout_load_budget(name, budget),
             "path",
         )
+        self._check_version(path)
+
+    def _check_version(self, path: str | os.PathLike[str]) -> None:
         if self.description["version"] == WITHOUT_DIGEST:
             _note_version(os.fspath(path))
 
@@ -65,6 +69,14 @@ class Layout:
         layout._take(handle, "kv_bits" if failed == library.BUDGET else "model")
         return layout
 
+    @classmethod
+    def of_handle(cls, handle: int, path: str | os.PathLike[str]) -> Layout:
+        """A layout that libsubkv has given to the caller. path: of its file, for notes."""
+        layout = cls.__new__(cls)
+        layout._take(handle, "path")
+        layout._check_version(path)
+        return layout
+
     def _take(self, handle: int | None, key: str) -> None:
         """Raises CacheError about `key` if there is no handle."""
         self._library = library.load()
@@ -73,6 +85,8 @@ class Layout:
             failure = library.last_failure()
             of_budget = failure.key if failure.kind == library.BUDGET and key == "kv_bits" else ""
             raise CacheError(key, failure.without_remedy(of_budget), failure.remedy)
+        self._free = weakref.finalize(self, self._library.subkv_layout_free, handle)
+        self._free.atexit = False  # at the end of the process, other objects may still use it
         self.description: dict[str, Any] = json.loads(self._library.subkv_layout_json(handle).decode("utf-8"))
 
     def __enter__(self) -> Layout:
@@ -83,7 +97,7 @@ class Layout:
 
     def close(self) -> None:
         """Free the layout; objects that depend on it must be freed before."""
-        self._library.subkv_layout_free(self.handle)
+        self._free()
         self.handle = None
         mark_closed(self)
 

@@ -6,7 +6,6 @@ every head (FORMAT.md §3.2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,10 +62,6 @@ class Window:
     def adapts(self) -> bool:
         """Whether bases are adaptive. They belong to a sequence, so that sequences share no cells."""
         return self.adapt not in (None, STATIC)
-
-    def as_in(self, described: Mapping[str, Any]) -> Window:
-        """This window with the bases of the file (metadata.read()) unless others were requested."""
-        return self if self.adapt is not None else replace(self, adapt=described["adapt"] or STATIC)
 
     def overridden(self, other: Window) -> Window:
         """This window with the members that `other` requests."""

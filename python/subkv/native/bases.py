@@ -1,13 +1,10 @@
-"""The bases of a model, found by libsubkv: a file that the user names, or the model's own, a sidecar, the store."""
+"""Where the bases of a model are stored, and what identifies it (libsubkv)."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import re
 import sys
-from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 
 from subkv.base.errors import CacheError, ModelFileError, SubkvError
@@ -16,22 +13,10 @@ from subkv.native import library
 
 # subkv.h, in the order of the search
 NONE, NAMED, EMBEDDED, BESIDE, STORED, WEIGHTS = range(6)
-NO_SIDECAR = 6  # as `last`: EMBEDDED, else WEIGHTS
 DERIVED_BUDGETS = (6.5, 5.2, 4.25, 3.5)  # bits per element of WEIGHTS that we propose, of all that are possible
 CODED, AUTO = "subkv", "auto"  # our cache types
 MAX_BUDGET = 64.0  # bits per element, FORMAT.md §3.3
 SIDECAR_ENDING = ".subkv-sidecar.gguf"  # of the names of sidecar_path()
-
-
-def budget_of(text: str) -> float | None:
-    """The bits of `subkv:3`, without `subkv:`; None: other text. As parse_budget() of libsubkv."""
-    if not re.fullmatch(r"[0-9.]+", text):
-        return None
-    try:
-        bits = float(text)
-    except ValueError:
-        return None
-    return bits if 0.0 < bits <= MAX_BUDGET else None
 
 
 def check_budget(kv_bits: float | None) -> None:
@@ -39,67 +24,6 @@ def check_budget(kv_bits: float | None) -> None:
     if kv_bits is not None:
         expected = f"bits per element, more than 0 and at most {MAX_BUDGET:g}"
         real("kv_bits", kv_bits, sys.float_info.min, MAX_BUDGET, expected, CacheError)
-
-
-@dataclass(frozen=True)
-class FoundBases:
-    """subkv_bases. path: None if no place has any, and for WEIGHTS. note: one line for the user, size: a part of it; ""
-    if unusable.
-
-    failure: why the bases cannot be used, or there are none. budget: in bits per element, for Layout().
-    """
-
-    source: int
-    path: Path | None
-    note: str
-    size: str
-    failure: library.Failure
-    budget: float
-
-    @property
-    def is_usable(self) -> bool:
-        return self.failure.kind == library.NO_ERROR
-
-    @property
-    def is_unavailable(self) -> bool:
-        """Whether the system is the reason: the file itself may be sound."""
-        return self.failure.kind == library.UNAVAILABLE
-
-
-def find_bases(
-    model: Path, named: Path | None, last: int, kv_bits: float | None = None, sliding: Collection[int] = ()
-) -> FoundBases:
-    """Find the bases of a model, from the first place up to `last`. kv_bits None: those of SUBKV_BITS, or the file's.
-
-    sliding: layers that get no bases from the weights, unless all are.
-
-    Raises ModelFileError about `model`, and CacheError about `kv_bits` (or SUBKV_BITS) if the bases have no such plan.
-    """
-    check_budget(kv_bits)
-    from subkv.native.log import captured_log  # loads the native libraries: not for a --help
-
-    lib = library.load()
-    with captured_log(forward=False):  # ggml logs what is wrong with a file; the reason says it
-        path = os.fsencode(named) if named else None
-        found = lib.subkv_find_bases(os.fsencode(model), path, last, kv_bits or 0.0, *library.layers(sliding))
-    if not found:
-        raise ModelFileError("model", library.last_error())
-    try:
-        seen = found.contents
-        failure = library.Failure.of(seen.error)
-        if failure.kind == library.BUDGET:
-            key = "SUBKV_BITS" if failure.key == "SUBKV_BITS" else "kv_bits"
-            raise CacheError(key, failure.sentence(failure.key))
-        return FoundBases(
-            seen.source,
-            Path(os.fsdecode(seen.path)) if seen.path else None,
-            f"bases: {os.fsdecode(seen.words)}" if seen.words else "",
-            os.fsdecode(seen.size),
-            failure,
-            float(seen.budget),
-        )
-    finally:
-        lib.subkv_bases_free(found)
 
 
 def model_content(model: Path) -> str:

@@ -63,14 +63,35 @@ class Stats(ctypes.Structure):
     ]
 
 
-class Bases(ctypes.Structure):
-    """subkv_bases."""
+SLIDES = ctypes.CFUNCTYPE(ctypes.c_bool, _i32)
+
+
+class Request(ctypes.Structure):
+    """subkv_cache_request."""
 
     _fields_ = [
+        *members(_str, "model", "type", "type_k", "type_v", "bases"),
+        ("bits", _float),
+        *members(ctypes.c_bool, "memory", "sidecar", "derive"),
+        ("slides", SLIDES),
+        *members(_i32, "n_sink", "n_recent", "n_rollback"),
+        ("adapt", _str),
+    ]
+
+
+class Choice(ctypes.Structure):
+    """subkv_cache_choice."""
+
+    _fields_ = [
+        *members(_str, "type_k", "type_v"),
+        *members(_i32, "ggml_type_k", "ggml_type_v"),
+        ("automatic", ctypes.c_bool),
         ("source", _i32),
-        *members(_str, "path", "words", "size"),
-        ("budget", _float),
-        ("error", ErrorParts),
+        ("path", _str),
+        ("layout", _ptr),
+        *members(_float, "bits", "bits_default"),
+        *members(_i32, "n_sink", "n_recent", "n_rollback"),
+        *members(_str, "adapt", "words", "gain"),
     ]
 
 
@@ -123,8 +144,7 @@ SIGNATURES: Signatures = {
     "subkv_layout_json": (_str, [_ptr]),
     "subkv_model_content": (ctypes.c_bool, [_str, ctypes.c_char_p]),
     "subkv_model_weights": (ctypes.c_bool, [_str, ctypes.c_int32, ctypes.c_int32, ctypes.c_char_p]),
-    "subkv_find_bases": (ctypes.POINTER(Bases), [_str, _str, _i32, _float, _ptr, _i32]),
-    "subkv_bases_free": (None, [ctypes.POINTER(Bases)]),
+    "subkv_resolve": (ctypes.c_bool, [ctypes.POINTER(Request), ctypes.POINTER(Choice)]),
     "subkv_sidecar_path": (_str, [_str, _str, _i32]),
     "subkv_sidecar_folder": (_str, []),
     "subkv_attach": (ctypes.c_bool, [_ptr, ctypes.POINTER(CacheParams)]),

@@ -139,18 +139,14 @@ std::string ChunkRequest::text() const {
     return text;
 }
 
-ChunkRequest requested_chunks(const subkv_cache_params & params) {
-    return params.adapt ? parse_adapt(params.adapt) : ChunkRequest();
-}
-
-ChunkRequest chunks_of_environment(const Layout & layout) {
-    const char *      set     = std::getenv("SUBKV_ADAPT");
-    const bool        by_user = set && *set;
-    const std::string text    = by_user ? set : layout.adapt;
+ChunkRequest requested_chunks(const std::string & text, const char * key) {
     try {
-        return text.empty() ? ChunkRequest() : parse_adapt(text);
+        return parse_adapt(text);
     } catch (const Invalid & e) {
-        throw Invalid(std::string(by_user ? "SUBKV_ADAPT: " : "subkv.adapt: ") + e.what());
+        if (e.error.key == key) {
+            throw;
+        }
+        throw Invalid(std::string(key) + ": " + e.what());
     }
 }
 

@@ -101,12 +101,8 @@ static MakeBases made_by(const ChunkRequest & request) {
     };
 }
 
-MakeBases bases_of(const subkv_cache_params & params) {
-    return made_by(requested_chunks(params));
-}
-
-MakeBases bases_of_environment(const Layout & layout) {
-    return made_by(chunks_of_environment(layout));
+MakeBases bases_of(const std::string & adapt, const char * key) {
+    return made_by(requested_chunks(adapt, key));
 }
 
 } // namespace subkv

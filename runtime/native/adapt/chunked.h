@@ -29,10 +29,8 @@ struct ChunkRequest {
     std::string text() const; // all options, as --adapt
 };
 
-// The request in `params`. Throws Invalid.
-ChunkRequest requested_chunks(const subkv_cache_params & params);
-// The request in SUBKV_ADAPT (as --adapt); unset: in the file. Throws Invalid.
-ChunkRequest chunks_of_environment(const Layout & layout);
+// The request in a text, as --adapt. key: as in bases_of (basis_source.h). Throws Invalid.
+ChunkRequest requested_chunks(const std::string & text, const char * key);
 
 // One head and side within one stream.
 struct ChunkUnit {

@@ -253,18 +253,24 @@ Estimates estimate(const WeightsFile & weights, bool centre) {
     return out;
 }
 
+std::vector<int32_t> sliding_layers(const Estimates & all, const Slides & slides) {
+    std::vector<int32_t> sliding;
+    for (const LayerShape & shape : all.layers) {
+        if (all.slides && slides && slides(shape.il)) {
+            sliding.push_back(shape.il);
+        }
+    }
+    return sliding;
+}
+
 float default_budget(const Estimates & all, const std::vector<int32_t> & sliding) {
-    const auto slides = [&](const LayerShape & shape) {
-        return std::find(sliding.begin(), sliding.end(), shape.il) != sliding.end();
-    };
-    const auto n = std::count_if(all.layers.begin(), all.layers.end(), slides);
-    return all.slides && n > 0 && n < (int64_t) all.layers.size() ? DERIVED_BUDGET_BESIDE_SLIDING : DERIVED_BUDGET;
+    return !sliding.empty() && sliding.size() < all.layers.size() ? DERIVED_BUDGET_BESIDE_SLIDING : DERIVED_BUDGET;
 }
 
 // The estimates without those of layers that need no bases.
 Estimates without(const Estimates & all, const std::vector<int32_t> & sliding) {
     Estimates out{ all.arch, all.n_layer, all.latent, all.slides, {}, {}, {} };
-    for (size_t i = 0; all.slides && i < all.layers.size(); ++i) {
+    for (size_t i = 0; i < all.layers.size(); ++i) {
         if (std::find(sliding.begin(), sliding.end(), all.layers[i].il) != sliding.end()) {
             continue;
         }
@@ -544,13 +550,13 @@ std::shared_ptr<const Layout> planned(const Estimates & model, float budget, int
 }
 
 // The estimates of the last models, by their content: a program makes several caches for one model.
-std::shared_ptr<const Estimates> estimates_of(const std::string & model) {
+std::shared_ptr<const Estimates> estimates_of(const std::string & model, const std::string & known_content) {
     constexpr size_t                                               MOST = 8;
     static std::mutex                                              mutex;
     static std::map<std::string, std::shared_ptr<const Estimates>> known;
-    const std::string                                              content = model_content(model);
-    const std::lock_guard<std::mutex>                              lock(mutex);
-    auto                                                           it = known.find(content);
+    const std::string                 content = known_content.empty() ? model_content(model) : known_content;
+    const std::lock_guard<std::mutex> lock(mutex);
+    auto                              it = known.find(content);
     if (it == known.end()) {
         auto made = std::make_shared<const Estimates>(estimate(WeightsFile(model), true));
         if (known.size() >= MOST) {
@@ -571,17 +577,14 @@ std::vector<int> derivable_layers(const std::string & model) {
     return layers;
 }
 
-std::vector<int32_t> layers_of(const int32_t * layers, int32_t n) {
-    return layers && n > 0 ? std::vector<int32_t>(layers, layers + n) : std::vector<int32_t>();
-}
-
-std::shared_ptr<const Layout> derive_layout(const std::string & model, float budget,
-                                            const std::vector<int32_t> & sliding) {
+std::shared_ptr<const Layout> derive_layout(const std::string & model, const std::string & content, float budget,
+                                            const Slides & slides) {
     static std::mutex                       mutex;
     static std::shared_ptr<const Estimates> of; // the last layout's
     static std::vector<int32_t>             of_sliding;
     static std::shared_ptr<const Layout>    last; // caches share it
-    const auto                              estimates = estimates_of(model);
+    const auto                              estimates = estimates_of(model, content);
+    const std::vector<int32_t>              sliding   = sliding_layers(*estimates, slides);
     const float                             bits      = budget == 0.0f ? default_budget(*estimates, sliding) : budget;
     const std::lock_guard<std::mutex>       lock(mutex);
     if (of != estimates || last->budget != bits || of_sliding != sliding) {
@@ -596,8 +599,9 @@ std::shared_ptr<const Layout> derive_layout(const WeightsFile & weights, float b
     return planned(estimate(weights, n_sink > 0), budget == 0.0f ? DERIVED_BUDGET : budget, n_sink, n_recent);
 }
 
-float derived_budget(const std::string & model, const std::vector<int32_t> & sliding) {
-    return default_budget(*estimates_of(model), sliding);
+float derived_budget(const std::string & model, const std::string & content, const Slides & slides) {
+    const auto estimates = estimates_of(model, content);
+    return default_budget(*estimates, sliding_layers(*estimates, slides));
 }
 
 } // namespace subkv

@@ -5,6 +5,7 @@
 #include "layout.h"
 #include "weights_file.h"
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,18 +24,19 @@ extern const char * const DERIVED_GENERATOR;
 // The layers of a model that would have bases, ascending. Throws Invalid if there is none.
 std::vector<int> derivable_layers(const std::string & model);
 
-// The layers of an argument of the C interface; NULL: none.
-std::vector<int32_t> layers_of(const int32_t * layers, int32_t n);
+// Whether a layer has a sliding window, as the model's host knows; nullptr: none has. It is only asked about models whose
+// file has a sliding window.
+using Slides = std::function<bool(int32_t il)>;
 
-// Bases of the model in this file, in memory. budget: bits per element; 0: derived_budget(). sliding: layers that need
-// none, unless all are or the model's file has no sliding window. Estimates of the last models are kept, so that a second
-// call only plans. Throws Invalid if the model cannot have any, and of SUBKV_ERROR_BUDGET with the possible range.
-std::shared_ptr<const Layout> derive_layout(const std::string & model, float budget,
-                                            const std::vector<int32_t> & sliding);
+// Bases of the model in this file, in memory. content: the model's, "": not known yet. budget: bits per element; 0:
+// derived_budget(). Sliding layers get none, unless all layers slide. Estimates of the last models are kept, so that a
+// second call only plans. Throws Invalid if the model cannot have any, and of SUBKV_ERROR_BUDGET with the possible range.
+std::shared_ptr<const Layout> derive_layout(const std::string & model, const std::string & content, float budget,
+                                            const Slides & slides);
 // The same of these weights, for a window of these sizes.
 std::shared_ptr<const Layout> derive_layout(const WeightsFile & weights, float budget, int n_sink, int n_recent);
 
 // DERIVED_BUDGET_BESIDE_SLIDING if derive_layout() leaves layers out, else DERIVED_BUDGET. Throws as that.
-float derived_budget(const std::string & model, const std::vector<int32_t> & sliding);
+float derived_budget(const std::string & model, const std::string & content, const Slides & slides);
 
 } // namespace subkv

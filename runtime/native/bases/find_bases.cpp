@@ -7,7 +7,6 @@
 #include "log_line.h"
 #include "model_file.h"
 #include "owner.h"
-#include "variables.h"
 
 #include <algorithm>
 #include <chrono>
@@ -142,8 +141,9 @@ bool is_outdated(const std::string & generator, int64_t version, const std::stri
     return weights && (generator != DERIVED_GENERATOR || version != FORMAT_VERSION);
 }
 
-// One word of a command for a shell.
-std::string quoted(const std::string & word) {
+} // namespace
+
+std::string shell_word(const std::string & word) {
     const auto plain = [](char c) {
         return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') ||
                (c != '\0' && std::strchr("@%+=:,./-_", c));
@@ -157,6 +157,8 @@ std::string quoted(const std::string & word) {
     }
     return out + "'";
 }
+
+namespace {
 
 std::string day_of(const fs::path & path) {
     using namespace std::chrono;
@@ -178,30 +180,26 @@ std::string words_of(const FoundBases & found) {
     if (found.source == SUBKV_BASES_NAMED || found.source == SUBKV_BASES_EMBEDDED) {
         return words_of_file(found.path, *found.layout);
     }
-    const std::string in = " (" + found.path + ")";
-    if (found.source == SUBKV_BASES_WEIGHTS) {
-        return "from the weights, " + found.size;
-    }
     const uint64_t    n = found.layout->calibration_tokens;
     const std::string origin =
         n > 0 ? "calibrated on " + std::to_string(n) + " tokens" : "derived without a calibration";
-    return origin + " for this model, " + day_of(fs::u8path(found.path)) + ", " + found.size + in;
+    return origin + " for this model, " + day_of(fs::u8path(found.path)) + ", " + size_of(*found.layout) + " (" +
+           found.path + ")";
 }
 
 // The search for one model. Steps set `found` and return true if a place has bases, usable or not.
 class Search {
 public:
-    Search(const std::string & model, int32_t last, float budget, const std::vector<int32_t> & sliding) :
-        model(model), last(last), budget(budget), sliding(sliding) {}
+    explicit Search(const BasesSearch & asked) : asked(asked), model(asked.model) {}
 
-    FoundBases run(const std::string & named) {
+    FoundBases run() {
         try {
-            if (!named.empty()) {
-                load(SUBKV_BASES_NAMED, named);
+            if (!asked.named.empty()) {
+                load(SUBKV_BASES_NAMED, asked.named);
             } else if (model.empty() || !(embedded() || beside() || stored() || derived())) {
                 const Error none = { SUBKV_ERROR_INVALID, "",
                                      "no bases for this model; `subkv convert " +
-                                         (model.empty() ? "MODEL" : quoted(model)) + "` derives them" };
+                                         (model.empty() ? "MODEL" : shell_word(model)) + "` derives them" };
                 found.error      = found.error.reason.empty() ? none : found.error;
             }
         } catch (const ModelError &) {
@@ -215,11 +213,6 @@ public:
     }
 
 private:
-    // Errors about the model end the search: nothing is known of its bases.
-    struct ModelError : Invalid {
-        using Invalid::Invalid;
-    };
-
     template <typename F> auto of_model(F use) {
         try {
             return use();
@@ -249,13 +242,13 @@ private:
                        of.empty() ? "one that does not say which model it belongs to" : "one of another model");
             }
         }
-        found.layout = load_layout(path.c_str(), budget);
-        found.size   = size_of(*found.layout);
-        found.words  = words_of(found);
+        found.layout         = load_layout(path.c_str(), asked.budget);
+        found.budget_default = asked.budget == 0.0f ? found.layout->budget : load_layout(path.c_str())->budget;
+        found.words          = words_of(found);
     }
 
     bool embedded() {
-        if (last < SUBKV_BASES_EMBEDDED || !of_model([&] { return layout_present(model.c_str()); })) {
+        if (!of_model([&] { return layout_present(model.c_str()); })) {
             return false;
         }
         load(SUBKV_BASES_EMBEDDED, model);
@@ -264,7 +257,7 @@ private:
 
     // The sidecar of the model's name, which must be the model's; else one of the same content, of a renamed model.
     bool beside() {
-        if (last < SUBKV_BASES_BESIDE || last == SUBKV_BASES_NO_SIDECAR) {
+        if (!asked.sidecar) {
             return false;
         }
         const auto path = named_sidecar(model);
@@ -301,7 +294,7 @@ private:
     }
 
     bool stored() {
-        if (last < SUBKV_BASES_STORED || last == SUBKV_BASES_NO_SIDECAR) {
+        if (!asked.sidecar) {
             return false;
         }
         fs::path path;
@@ -328,12 +321,18 @@ private:
 
     // From the weights, in memory.
     bool derived() {
-        if (last < SUBKV_BASES_WEIGHTS) {
+        if (!asked.derive) {
             return false;
         }
         try {
-            found = derived_bases(model, budget, sliding);
-            found.words += no_store.empty() ? "" : "; no stored bases: " + no_store;
+            known_content        = known_content.empty() ? model_content(model) : known_content;
+            const auto layout    = derive_layout(model, known_content, asked.budget, asked.slides);
+            found.budget_default = derived_budget(model, known_content, asked.slides);
+            found.source         = SUBKV_BASES_WEIGHTS;
+            found.layout         = layout;
+            found.words          = "from the weights, " + size_of(*layout) +
+                                   (layout->budget == found.budget_default ? ", near q8_0's quality" : "") +
+                                   (no_store.empty() ? "" : "; no stored bases: " + no_store);
             return true;
         } catch (const Invalid & e) {
             found.error = e.error;
@@ -351,18 +350,11 @@ private:
         return true;
     }
 
-    const std::string &          model;
-    const int32_t                last;
-    const float                  budget;
-    const std::vector<int32_t> & sliding;
-    std::string                  known_content;
-    std::string                  no_store; // why the cache folder cannot be read; "": it can be
-    FoundBases                   found;
-};
-
-// The C interface's object, which owns the texts.
-struct OwnedBases : subkv_bases {
-    FoundBases found;
+    const BasesSearch & asked;
+    const std::string & model;
+    std::string         known_content;
+    std::string         no_store; // why the cache folder cannot be read; "": it can be
+    FoundBases          found;
 };
 
 } // namespace
@@ -382,19 +374,8 @@ std::string words_of_file(const std::string & path, const Layout & layout) {
     return "of " + path + ", " + size_of(layout) + (old ? ", derived by another version of subkv" : "");
 }
 
-FoundBases find_bases(const std::string & model, const std::string & named, int32_t last, float budget,
-                      const std::vector<int32_t> & sliding) {
-    if (budget == 0.0f) {
-        try {
-            budget = budget_of_environment();
-        } catch (const Invalid & e) {
-            FoundBases none;
-            none.error      = e.error;
-            none.error.kind = SUBKV_ERROR_BUDGET;
-            return none;
-        }
-    }
-    return Search(model, last, budget, sliding).run(named);
+FoundBases find_bases(const BasesSearch & search) {
+    return Search(search).run();
 }
 
 StoredBases bases_of_weights(const std::string & path) {
@@ -437,50 +418,9 @@ StoredBases derivable_bases(const std::string & model) {
     return found;
 }
 
-FoundBases derived_bases(const std::string & model, float budget, const std::vector<int32_t> & sliding) {
-    FoundBases found;
-    found.layout = derive_layout(model, budget, sliding);
-    found.source = SUBKV_BASES_WEIGHTS;
-    found.size   = size_of(*found.layout);
-    found.words  = words_of(found);
-    if (found.layout->budget == derived_budget(model, sliding)) {
-        found.words += ", near q8_0's quality";
-    }
-    return found;
-}
-
 } // namespace subkv
 
 using namespace subkv;
-
-extern "C" const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last, float budget,
-                                                const int32_t * sliding, int32_t n_sliding) {
-    return guarded<const subkv_bases *>("model", nullptr, [&]() -> const subkv_bases * {
-        not_null(model, "subkv_find_bases: model");
-        if (last < SUBKV_BASES_NAMED || last > SUBKV_BASES_NO_SIDECAR) {
-            fail("subkv_find_bases: last: expected %d to %d, found %d", SUBKV_BASES_NAMED, SUBKV_BASES_NO_SIDECAR,
-                 (int) last);
-        }
-        auto owned          = std::make_unique<OwnedBases>();
-        owned->found        = find_bases(model, named ? named : "", last, budget, layers_of(sliding, n_sliding));
-        owned->found.error  = owned->found.error.printed();
-        const auto &  found = owned->found;
-        const Error & error = found.error;
-        const float   bits  = found.layout ? found.layout->budget : 0.0f;
-        subkv_bases & out   = *owned;
-        out                 = { found.source,
-                                found.path.c_str(),
-                                found.words.c_str(),
-                                found.size.c_str(),
-                                bits,
-                                { error.kind, error.key.c_str(), error.reason.c_str(), error.remedy.c_str() } };
-        return owned.release();
-    });
-}
-
-extern "C" void subkv_bases_free(const subkv_bases * bases) {
-    delete static_cast<const OwnedBases *>(bases);
-}
 
 extern "C" const char * subkv_sidecar_path(const char * model, const char * content, int32_t source) {
     return guarded<const char *>("XDG_CACHE_HOME", nullptr, [&] {

@@ -1,7 +1,8 @@
-// find_bases.h: the only search for the bases of a model (docs/own-model.md#where-the-bases-are-found), for contexts, for
-// subkv_find_bases and, by that, for Python.
+// find_bases.h: the search for the bases of a model (docs/own-model.md#where-the-bases-are-found). resolve.cpp decides what
+// is searched for, and what follows from the result.
 #pragma once
 
+#include "derive.h"
 #include "layout.h"
 #include "subkv.h"
 
@@ -11,18 +12,36 @@
 
 namespace subkv {
 
+// The places in which bases are searched, in the order of SUBKV_BASES_NAMED and so on.
+struct BasesSearch {
+    std::string model;  // "": unknown
+    std::string named;  // the user's file, which alone counts; "": none
+    float       budget; // bits per element; 0: the file's default, or derived_budget()
+    bool        sidecar;
+    bool        derive;
+    Slides      slides;
+};
+
 struct FoundBases {
     int32_t                       source = SUBKV_BASES_NONE;
     std::string                   path;   // of the file; "": none
     std::shared_ptr<const Layout> layout; // nullptr: none, or it cannot be used
-    std::string                   words;  // as in subkv_bases
-    std::string                   size;
-    Error                         error = { SUBKV_ERROR_NONE }; // as in subkv_bases
+    float                         budget_default = 0.0f;
+    std::string                   words;                        // source and size of usable bases, for the user
+    Error                         error = { SUBKV_ERROR_NONE }; // why there are none, or those found cannot be used
 };
 
-// As subkv_find_bases; named "": none. Throws Invalid if the model cannot be read.
-FoundBases find_bases(const std::string & model, const std::string & named, int32_t last, float budget,
-                      const std::vector<int32_t> & sliding);
+// Nothing is known of the bases of a model that cannot be read.
+struct ModelError : Invalid {
+    using Invalid::Invalid;
+};
+
+// The first place that has bases, usable or not: no later place replaces a damaged file or one of another model. Throws
+// ModelError.
+FoundBases find_bases(const BasesSearch & search);
+
+// One word of a command for a shell.
+std::string shell_word(const std::string & word);
 
 // "4.25 bits per element at 8192 tokens, predicted KLD 0.0007, q8_0's 0.00023", the prediction only if it is known
 std::string size_of(const Layout & layout);
@@ -45,9 +64,7 @@ struct StoredBases {
 std::vector<StoredBases> stored_bases();
 // The same of one file; weights "": it does not say. Throws Invalid.
 StoredBases bases_of_weights(const std::string & path);
-// The same of a model, whose bases derived_bases would give. Throws Invalid if it cannot have any.
+// The same of a model, for bases from its weights. Throws Invalid if it cannot have any.
 StoredBases derivable_bases(const std::string & model);
-// Bases from the weights of a model, in memory. Throws as derive_layout.
-FoundBases derived_bases(const std::string & model, float budget, const std::vector<int32_t> & sliding);
 
 } // namespace subkv

@@ -2,7 +2,8 @@
 #include "capi.h"
 #include "log_line.h"
 #include "observer.h"
-#include "request.h"
+#include "automatic.h"
+#include "resolve.h"
 #include "subkv_research.h"
 
 #include <atomic>
@@ -14,7 +15,7 @@ namespace {
 
 // For the next context that a thread creates.
 struct Pending {
-    CacheRequest     cache;
+    CacheChoice      cache;
     subkv_observer * observer = nullptr;
     bool             ordinary = false;
 };
@@ -27,7 +28,10 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
         return nullptr;
     }
     if (!pending.cache.layout && !pending.observer) {
-        return pending.ordinary && desc.requested != Requested::CODED ? nullptr : automatic_cache(desc);
+        const std::string & k     = desc.request.type_k;
+        const std::string & v     = desc.request.type_v;
+        const bool          coded = k.compare(0, 5, "subkv") == 0 || v.compare(0, 5, "subkv") == 0; // precedes the call
+        return pending.ordinary && !coded ? nullptr : automatic_cache(desc);
     }
     if (!desc.no_cache.empty()) { // the caller checks the context and cancels
         return nullptr;
@@ -84,7 +88,15 @@ extern "C" bool subkv_attach(subkv_layout * layout, const subkv_cache_params * p
     }
     clear_error(); // an error after the context's creation is of that creation
     return guarded("subkv_attach", [&] {
-        pending.cache = CacheRequest(layout->p, params ? *params : subkv_cache_params{ -1, -1, -1, nullptr });
+        CacheRequest asked;
+        if (params) {
+            asked.n_sink     = params->n_sink;
+            asked.n_recent   = params->n_recent;
+            asked.n_rollback = params->n_rollback;
+        }
+        asked.adapt = params && params->adapt ? params->adapt : "none";
+        bases_of(asked.adapt, "adapt"); // refuses unknown options
+        pending.cache = with_bases(layout->p, asked);
     });
 }
 

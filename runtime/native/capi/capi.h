@@ -13,6 +13,9 @@ const LlamaCalls * llama_calls();
 // The functions of the prompt store for libllama.
 StoreCalls store_calls();
 
+// A handle of the C interface, to be freed by subkv_layout_free.
+subkv_layout * new_layout(std::shared_ptr<const Layout> p);
+
 // The coefficient cache of a context; nullptr: none. Sizes as in LlamaCalls::cache_of.
 const Cache * cache_of(llama_context * ctx, RowSizes * sizes = nullptr);
 

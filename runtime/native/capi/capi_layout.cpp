@@ -34,6 +34,11 @@ const HeadCodec & subkv::encoding_head(const char * function, const subkv_layout
     return head;
 }
 
+subkv_layout * subkv::new_layout(std::shared_ptr<const Layout> p) {
+    std::string json = layout_to_json(*p);
+    return new subkv_layout{ std::move(p), std::move(json) };
+}
+
 extern "C" {
 
 int32_t subkv_layout_present(const char * path) {
@@ -44,19 +49,17 @@ subkv_layout * subkv_layout_load(const char * path) {
     return subkv_layout_load_budget(path, 0.0f);
 }
 
-static subkv_layout * handle_of(std::shared_ptr<const Layout> p) {
-    std::string json = layout_to_json(*p);
-    return new subkv_layout{ std::move(p), std::move(json) };
-}
-
 subkv_layout * subkv_layout_load_budget(const char * path, float budget) {
-    return guarded<subkv_layout *>("subkv.layout", nullptr, [&] { return handle_of(load_layout(path, budget)); });
+    return guarded<subkv_layout *>("subkv.layout", nullptr, [&] { return new_layout(load_layout(path, budget)); });
 }
 
 subkv_layout * subkv_layout_derive(const char * path, float budget, const int32_t * sliding, int32_t n_sliding) {
     return guarded<subkv_layout *>("model", nullptr, [&] {
-        const std::string model = &not_null(path, "subkv_layout_derive: path");
-        return handle_of(derive_layout(model, budget, layers_of(sliding, n_sliding)));
+        const std::string model  = &not_null(path, "subkv_layout_derive: path");
+        const auto        slides = [&](int32_t il) {
+            return std::find(sliding, sliding + n_sliding, il) != sliding + n_sliding;
+        };
+        return new_layout(derive_layout(model, "", budget, sliding && n_sliding > 0 ? Slides(slides) : nullptr));
     });
 }
 
@@ -67,7 +70,7 @@ subkv_layout * subkv_layout_derive_matrices(const struct gguf_context * metadata
         const subkv_matrix * first    = n_matrices > 0 ? &not_null(matrices, function) : nullptr;
         const gguf_context & keys     = not_null(metadata, "subkv_layout_derive_matrices: metadata");
         const WeightsFile    weights(&keys, first, n_matrices);
-        return handle_of(derive_layout(weights, budget, n_sink, n_recent));
+        return new_layout(derive_layout(weights, budget, n_sink, n_recent));
     });
 }
 

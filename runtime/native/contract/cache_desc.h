@@ -1,6 +1,7 @@
 // cache_desc.h: what libllama tells libsubkv about a K/V cache before it allocates memory.
 #pragma once
 
+#include "cache_request.h"
 #include "ggml-backend.h"
 #include "ggml.h"
 
@@ -33,18 +34,9 @@ struct ReaderDesc {
     int32_t n_head;
 };
 
-// The K/V cache that a context's parameters request by their types (llama-subkv-programs.h).
-enum class Requested {
-    NOTHING,  // f16, the default: SUBKV selects the cache
-    ORDINARY, // one of llama.cpp's types
-    AUTO,     // a coded cache if the model has bases, else f16
-    CODED,    // a coded cache, or no context
-};
-
 // Description of a K/V cache before its constructor allocates memory.
 struct CacheDesc {
     std::string arch;
-    std::string model_path;  // its first file; empty if the model comes from a stream
     std::string unsupported; // why this cache cannot store coefficients; empty: it can
     std::string unobserved;  // why an observer cannot read its rows; empty: it can
     std::string no_cache;    // why there is no K/V cache (other fields are then unset); empty: there is one
@@ -56,15 +48,12 @@ struct CacheDesc {
     bool        no_alloc; // a dry run, which asks for sizes only
     bool
         is_long; // longer than the model was trained for, so the user has requested the length, and nothing shortens it
-    bool                    drafts; // of a context for a model's drafting layers (MTP), which may have no bases
-    Requested               requested;
-    float                   budget; // requested bits per element; 0: none
-    ggml_type               type_k; // of an ordinary cache
+    CacheRequest            request; // of the context's parameters, with the model's file
+    ggml_type               type_k;  // of an ordinary cache
     ggml_type               type_v;
     std::vector<LayerDesc>  layers;
     std::vector<ReaderDesc> readers;
     std::vector<int32_t>    recurrent; // layers with a recurrent state, with or without rows
-    std::vector<int32_t>    slides;    // layers of the model with a sliding window, in this cache or beside it
 };
 
 } // namespace subkv

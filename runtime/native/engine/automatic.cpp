@@ -1,23 +1,14 @@
-// automatic.cpp: the cache of a context without an attached layout, selected by its cache types and by the environment
-// (docs/programs.md).
-//
-//   SUBKV            off (or unset): ordinary; auto: the model's bases, if it can have any; subkv: those, or no context;
-//                    any other value: a file with bases
-//   SUBKV_BITS   bits per element, of those that the bases can have; a cache type subkv:BITS has precedence
-//   SUBKV_SINK, SUBKV_RECENT, SUBKV_ROLLBACK   numbers of tokens, as in subkv_cache_params
-//   SUBKV_ADAPT  options of adaptive bases; bases_of_environment reads it (basis_source.h)
-//
-// find_bases finds the model's bases. `subkv`, or a file in SUBKV, is for one model: of the first context that gets its
-// cache by it; others are as with `auto`. Cache types have precedence over SUBKV. Every context logs its kind of cache in
-// one line of llama.cpp's log.
+// automatic.cpp: the cache of a context without an attached layout. resolve.cpp decides by the cache types and the
+// variables (docs/programs.md#variables) which one is asked; here is what depends on the context and on others of the
+// process. `subkv`, or a file in SUBKV, is for one model: of the first context that gets its cache by it; others are as
+// with `auto`. Every context logs its kind of cache in one line of llama.cpp's log.
+#include "automatic.h"
+
 #include "cache.h"
 #include "error.h"
-#include "find_bases.h"
 #include "log_line.h"
 #include "model_file.h"
 #include "numbers.h"
-#include "request.h"
-#include "variables.h"
 
 #include <algorithm>
 #include <atomic>
@@ -34,11 +25,6 @@
 namespace subkv {
 
 namespace {
-
-const char * set_variable(const char * name) {
-    const char * value = std::getenv(name);
-    return value && *value ? value : nullptr;
-}
 
 std::nullptr_t ordinary(const CacheDesc & desc, const std::string & why) {
     if (!desc.no_alloc) {
@@ -92,13 +78,35 @@ void note_version(const Layout & layout, const CacheDesc & desc, const std::stri
     }
 }
 
-std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::string & setting) {
-    const bool owned    = setting != "auto" && owners.may_use(setting, desc.model_path);
-    const bool default_ = desc.requested == Requested::NOTHING;
-    const bool required = desc.requested == Requested::CODED || (owned && default_ && !desc.drafts);
+// What libllama's users call the fields of a request. The subject of the sentence names the others.
+std::string name_of(const std::string & field) {
+    const bool variable = field.compare(0, 5, "SUBKV") == 0;
+    return variable                               ? field :
+           field == "bits"                        ? "bits per element" :
+           field == "type_k" || field == "type_v" ? "cache types" :
+                                                    "";
+}
+
+CacheChoice named_choice(CacheChoice (*decide)(const CacheRequest &), const CacheRequest & asked) {
+    try {
+        return decide(asked);
+    } catch (const Invalid & e) {
+        Error error = e.error;
+        error.key   = name_of(error.key);
+        throw Invalid(error);
+    }
+}
+
+// setting: of SUBKV; "": unset.
+std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const CacheRequest & asked,
+                                           const std::string & setting) {
+    const CacheChoice type = named_choice(choose_type, asked);
+    if (!type.coded() && (setting.empty() || setting == "off")) {
+        return nullptr;
+    }
     if (!desc.no_cache.empty()) {
         const std::string why = "no K/V cache: " + desc.no_cache;
-        if (required) {
+        if (type.coded() && !type.automatic) {
             throw Invalid(why);
         }
         if (!desc.no_alloc) {
@@ -106,25 +114,17 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
         }
         return nullptr;
     }
-    if (desc.requested == Requested::ORDINARY) {
+    if (!type.coded()) {
         return ordinary(desc, "its type was requested");
     }
-    const bool       named = owned && setting != "subkv";
-    const FoundBases found =
-        find_bases(desc.model_path, named ? setting : "", SUBKV_BASES_WEIGHTS, desc.budget, desc.slides);
-    if (!found.layout) {
-        const auto kind = found.error.kind;
-        const bool none =
-            found.source == SUBKV_BASES_NONE && (kind == SUBKV_ERROR_INVALID || kind == SUBKV_ERROR_UNSUPPORTED);
-        if (required || !none) {
-            throw Invalid(found.error);
-        }
-        return ordinary(desc, found.error.sentence());
+    const CacheChoice choice = resolve_for_program(asked);
+    if (!choice.layout) {
+        return ordinary(desc, choice.words);
     }
-    const auto &        layout = found.layout;
-    const std::string & file   = found.path;
+    const auto &        layout = choice.layout;
+    const std::string & file   = choice.path;
     note_version(*layout, desc, file);
-    if (!required) {
+    if (choice.automatic) {
         if (!desc.unsupported.empty()) {
             return ordinary(desc, "coefficients are not supported because " + desc.unsupported);
         }
@@ -132,25 +132,20 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
             return ordinary(desc, "this context holds none of the layers of " + (file.empty() ? "the bases" : file));
         }
     }
-    auto cache = std::make_shared<Cache>(desc, request_of_environment(layout), nullptr);
-    if (owned) {
-        owners.set(setting, desc.model_path);
+    auto cache = std::make_shared<Cache>(desc, choice, nullptr);
+    if (asked.variables == Variables::ALL && setting != "auto" && !setting.empty()) {
+        owners.set(setting, asked.model);
     }
     if (!desc.no_alloc) {
-        cache->announce(found.words);
+        cache->announce(choice.words);
     }
     return cache;
 }
 
 } // namespace
 
-CacheRequest request_of_environment(const std::shared_ptr<const Layout> & layout) {
-    const auto   n_sink     = (int32_t) number_of("SUBKV_SINK", 0, MAX_SINK, -1);
-    const auto   n_recent   = (int32_t) number_of("SUBKV_RECENT", 0, MAX_RECENT, -1);
-    const auto   n_rollback = (int32_t) number_of("SUBKV_ROLLBACK", 0, MAX_RECENT, -1);
-    CacheRequest request(layout, { n_sink, n_recent, n_rollback, nullptr });
-    request.make_bases = bases_of_environment(*layout);
-    return request;
+CacheChoice resolve_for_program(const CacheRequest & asked) {
+    return named_choice(resolve, asked);
 }
 
 std::string cache_line(const Cache & cache, const RowSizes & rows, int32_t n_windows) {
@@ -192,14 +187,12 @@ void Cache::created(const RowSizes & rows) {
 }
 
 std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc) {
-    const char *      value   = set_variable("SUBKV");
-    const bool        by_type = desc.requested == Requested::CODED || desc.requested == Requested::AUTO;
-    const std::string setting = value ? value : by_type ? "auto" : "off";
-    if (setting == "off") {
-        return nullptr;
-    }
+    const char *      value   = std::getenv("SUBKV");
+    const std::string setting = value ? value : "";
+    CacheRequest      asked   = desc.request;
+    asked.variables           = owners.may_use(setting, asked.model) ? Variables::ALL : Variables::OF_ANOTHER;
     try {
-        return requested_cache(desc, setting);
+        return requested_cache(desc, asked, setting);
     } catch (const std::exception & e) {
         const auto * invalid = dynamic_cast<const Invalid *>(&e);
         const bool   full    = dynamic_cast<const std::bad_alloc *>(&e) != nullptr;
@@ -207,11 +200,12 @@ std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc) {
             throw;
         }
         const auto kind = (int32_t) (invalid ? invalid->error.kind : full ? SUBKV_ERROR_MEMORY : SUBKV_ERROR_INVALID);
-        if (by_type) {
-            fail({ kind, desc.requested == Requested::CODED ? "cache type subkv" : "cache type auto", e.what(),
-                   "cache type f16 runs with an ordinary cache" });
+        if (asked.type_k.empty() && asked.type_v.empty()) {
+            fail({ kind, "SUBKV=" + setting, e.what(), "SUBKV=off runs with an ordinary cache" });
         }
-        fail({ kind, "SUBKV=" + setting, e.what(), "SUBKV=off runs with an ordinary cache" });
+        const bool automatic = asked.type_k == "auto" || asked.type_v == "auto";
+        fail({ kind, automatic ? "cache type auto" : "cache type subkv", e.what(),
+               "cache type f16 runs with an ordinary cache" });
     }
 }
 

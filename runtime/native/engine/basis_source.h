@@ -80,8 +80,7 @@ public:
 // Creates the bases of a context. Throws Invalid if its model, window or streams do not allow them.
 using MakeBases = std::function<std::unique_ptr<BasisSource>(const Layout &, const Window &, const CacheDesc &)>;
 
-// The bases that these parameters, or the environment and the file, request. Throw Invalid.
-MakeBases bases_of(const subkv_cache_params & params);
-MakeBases bases_of_environment(const Layout & layout);
+// The bases that the options `adapt` request, as --adapt. key: who has chosen them, for errors. Throws Invalid.
+MakeBases bases_of(const std::string & adapt, const char * key);
 
 } // namespace subkv

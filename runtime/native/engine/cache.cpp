@@ -17,8 +17,16 @@
 
 namespace subkv {
 
-static int32_t or_default(int32_t value, int32_t fallback) {
-    return value < 0 ? fallback : value;
+// SUBKV_RESUME: how many tokens before the end of a shortened sequence need exact rows, so that a program evaluates
+// those without one again. Throws Invalid.
+static int32_t resume_of_environment() {
+    constexpr int32_t N_RESUME = 32; // as exact as an unbroken window (docs/limits.md#edits)
+    return (int32_t) number_of("SUBKV_RESUME", 0, MAX_RECENT, N_RESUME);
+}
+
+// SUBKV_DEFER: 0: a GPU makes the codes of a decoded token with it, 1: those of many tokens later. Throws Invalid.
+static bool defer_of_environment() {
+    return number_of("SUBKV_DEFER", 0, 1, 1) == 1;
 }
 
 std::string NodeReports::take_first_bad() {
@@ -33,12 +41,10 @@ std::string NodeReports::take_first_bad() {
         (int32_t) (first >> 32), (first >> 31 & 1) != 0 ? "value" : "key", (int32_t) (first & INT32_MAX));
 }
 
-Cache::Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observer * observer) :
-    layout_(request.layout), observer_(observer),
-    window_(layout_ ? or_default(request.n_sink, layout_->n_sink) : 0,
-            layout_ ? or_default(request.n_recent, layout_->n_recent) : 0, or_default(request.n_rollback, N_ROLLBACK),
-            layout_ ? desc.n_seq_max : 0),
-    n_cells_(desc.n_cells), n_stream_(desc.n_stream), n_resume_(resume_of_environment()) {
+Cache::Cache(const CacheDesc & desc, const CacheChoice & choice, subkv_observer * observer) :
+    layout_(choice.layout), observer_(observer),
+    window_(choice.n_sink, choice.n_recent, choice.n_rollback, layout_ ? desc.n_seq_max : 0), n_cells_(desc.n_cells),
+    n_stream_(desc.n_stream), n_resume_(resume_of_environment()) {
     for (const auto & layer : desc.layers) {
         owners_[layer.il] = layer.il;
     }
@@ -46,14 +52,17 @@ Cache::Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observe
         owners_[reader.il] = reader.owner;
     }
     if (layout_) {
-        code(desc, request);
+        code(desc, choice);
     }
     set_facts();
 }
 
-void Cache::code(const CacheDesc & desc, const CacheRequest & request) {
+void Cache::code(const CacheDesc & desc, const CacheChoice & choice) {
+    if (ops_error()) {
+        fail("%s", ops_error());
+    }
     check(desc);
-    bases_ = request.make_bases(*layout_, window_, desc);
+    bases_ = bases_of(choice.adapt, choice.adapt_key)(*layout_, window_, desc);
 
     check_memory(desc);
 

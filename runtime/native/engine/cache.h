@@ -8,7 +8,7 @@
 #include "layout.h"
 #include "node_work.h"
 #include "observer.h"
-#include "request.h"
+#include "resolve.h"
 #include "subkv.h"
 #include "subkv/ops.h"
 #include "uncoded.h"
@@ -65,7 +65,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b);
 class Cache final : public CacheHook {
 public:
     // the request's layout or the observer may be null
-    Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observer * observer);
+    Cache(const CacheDesc & desc, const CacheChoice & choice, subkv_observer * observer);
 
     bool    report(const std::string & reason) const override;
     void    clear() override;
@@ -135,7 +135,7 @@ public:
     int32_t n_recent() const { return window_.n_recent(); }
 
 private:
-    void code(const CacheDesc & desc, const CacheRequest & request); // selects the layers with bases in the layout
+    void code(const CacheDesc & desc, const CacheChoice & choice); // selects the layers with bases in the layout
     void check(const CacheDesc & desc) const;        // throws std::runtime_error if the layout does not fit the model
     void check_memory(const CacheDesc & desc) const; // the same if there is not enough for the host's layers
     void wait_for_devices() const;                   // before the host changes rows that a graph may use

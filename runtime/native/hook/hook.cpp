@@ -66,7 +66,6 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type
 
     subkv::CacheDesc desc;
     desc.arch        = llm_arch_name(access::model(kv).arch);
-    desc.model_path  = source_of(access::model(kv)).path;
     desc.unsupported = unsupported;
     desc.unobserved =
         access::model(kv).arch == LLM_ARCH_T5 ? "its decoder reads an encoder's output of another text" : "";
@@ -79,13 +78,10 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type
     desc.is_long   = kv_size > std::max<uint32_t>(hparams.n_ctx_train, 1 << 18);
     desc.type_k    = type_k;
     desc.type_v    = type_v;
-    request::describe(desc);
+    desc.request   = request::asked(access::model(kv));
     for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
         if (hparams.is_recr(il)) {
             desc.recurrent.push_back((int32_t) il);
-        }
-        if (llama_subkv_slides(&access::model(kv), (int32_t) il)) {
-            desc.slides.push_back((int32_t) il);
         }
         if ((filter && !filter(il)) || (int32_t) il == router) {
             continue;
@@ -146,11 +142,10 @@ std::unique_ptr<llama_memory_i> llama_subkv::create_memory(llama_context & ctx, 
     if (const subkv::cache_new_fn cache_new = request::cache_new()) {
         subkv::CacheDesc desc = {};
         desc.arch             = llm_arch_name(model.arch);
-        desc.model_path       = source_of(model).path;
         desc.no_alloc         = model.hparams.no_alloc;
         desc.no_cache =
             recurrent ? "its layers keep a recurrent state instead" : "its tokens attend to their batch only";
-        request::describe(desc);
+        desc.request = request::asked(model);
         cache_new(desc);
     }
     return memory ? decorate(std::move(memory), ctx) : nullptr;

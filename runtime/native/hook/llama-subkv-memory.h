@@ -43,7 +43,7 @@ public:
     // The function of libsubkv, which is loaded if the context or SUBKV requests its caches. nullptr: the context is
     // ordinary. Throws if the request cannot be met.
     static subkv::cache_new_fn cache_new();
-    static void                describe(subkv::CacheDesc & desc); // sets the fields of the request
+    static subkv::CacheRequest asked(const llama_model & model); // by the types of the parameters
 
     // llama.cpp creates a context's cache of full attention first, and then the cache of an indexer's keys or of
     // sliding layers, whose types depend on it: has the first one been created, and does it hold coded cells?

@@ -50,20 +50,6 @@ struct types {
     ggml_type k      = GGML_TYPE_F16; // as the parameters have them
     ggml_type v      = GGML_TYPE_F16;
     bool      drafts = false;
-
-    bool has(ggml_type type) const { return k == type || v == type; }
-
-    bool mixed() const { // one side is coded (or auto), the other one has another type
-        const bool coded = is_coded(k) || is_coded(v) || has(LLAMA_SUBKV_TYPE_AUTO);
-        return coded && k != v && !has(GGML_TYPE_F16);
-    }
-
-    subkv::Requested requested() const {
-        return is_coded(k) || is_coded(v)               ? subkv::Requested::CODED :
-               has(LLAMA_SUBKV_TYPE_AUTO)               ? subkv::Requested::AUTO :
-               k == GGML_TYPE_F16 && v == GGML_TYPE_F16 ? subkv::Requested::NOTHING :
-                                                          subkv::Requested::ORDINARY;
-    }
 };
 
 // A context is created by one thread in one call.
@@ -74,9 +60,13 @@ ggml_type stock(ggml_type type) {
     return ours ? GGML_TYPE_F16 : type;
 }
 
-// 3 or 4.25
-std::string name_of(float budget) {
-    return "subkv:" + subkv::number(budget);
+// The type of a parameter as a request has it, without loss of bits. f16 is the default of both sides, which asks nothing.
+std::string asked_type(ggml_type type) {
+    if (const float budget = t_bits.budget_of(type); budget > 0.0f) {
+        constexpr int EXACT = 9;
+        return "subkv:" + subkv::number(budget, EXACT);
+    }
+    return type == GGML_TYPE_F16 ? "" : llama_subkv_type_name(type, type);
 }
 
 } // namespace
@@ -95,7 +85,7 @@ ggml_type llama_subkv_type(const std::string & name) {
 std::string llama_subkv_type_name(ggml_type type, ggml_type other) {
     const ggml_type both = type == GGML_TYPE_F16 ? other : type; // a coded cache has no ordinary side
     if (const float budget = t_bits.budget_of(both); budget > 0.0f) {
-        return name_of(budget);
+        return "subkv:" + subkv::number(budget); // 3 or 4.25
     }
     return both == LLAMA_SUBKV_TYPE      ? "subkv" :
            both == LLAMA_SUBKV_TYPE_AUTO ? "auto" :
@@ -127,29 +117,25 @@ llama_subkv::request::~request() {
     }
 }
 
-void llama_subkv::request::describe(subkv::CacheDesc & desc) {
-    desc.requested = t_types.requested();
-    desc.drafts    = t_types.drafts;
-    desc.budget    = std::max(t_bits.budget_of(t_types.k), t_bits.budget_of(t_types.v));
+subkv::CacheRequest llama_subkv::request::asked(const llama_model & model) {
+    subkv::CacheRequest asked;
+    asked.model  = source_of(model).path;
+    asked.slides = [&model](int32_t il) { return llama_subkv_slides(&model, il); };
+    asked.type_k = asked_type(t_types.k);
+    asked.type_v = asked_type(t_types.v);
+    asked.drafts = t_types.drafts;
+    return asked;
 }
 
 subkv::cache_new_fn llama_subkv::request::cache_new() {
-    if (t_types.mixed()) {
-        throw std::runtime_error(format("cache types: the same for keys and values with subkv and auto expected, "
-                                        "%s and %s found",
-                                        llama_subkv_type_name(t_types.k, t_types.v).c_str(),
-                                        llama_subkv_type_name(t_types.v, t_types.k).c_str()));
-    }
-    const char *           value     = std::getenv("SUBKV");
-    const std::string      setting   = value ? value : "";
-    const subkv::Requested requested = t_types.requested();
-    if (setting == "off" && requested == subkv::Requested::CODED) {
-        throw std::runtime_error("cache type subkv: SUBKV=auto, a file, or no SUBKV expected, SUBKV=off found");
-    }
-    const bool   by_type = requested == subkv::Requested::CODED || requested == subkv::Requested::AUTO;
-    const bool   needed  = setting != "off" && (!setting.empty() || by_type);
-    std::string  why;
-    const auto * library = llama_subkv_library(needed, why);
+    const auto ours    = [](ggml_type type) { return is_coded(type) || type == LLAMA_SUBKV_TYPE_AUTO; };
+    const bool by_type = ours(t_types.k) || ours(t_types.v);
+
+    const char *      value   = std::getenv("SUBKV");
+    const std::string setting = value ? value : "";
+    const bool        needed  = by_type || (!setting.empty() && setting != "off");
+    std::string       why;
+    const auto *      library = llama_subkv_library(needed, why);
     if (!library && needed) {
         const std::string subject = setting.empty() ? "cache type subkv" : "SUBKV=" + setting;
         throw std::runtime_error(

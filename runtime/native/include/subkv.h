@@ -150,25 +150,46 @@ enum {
     SUBKV_BASES_WEIGHTS  = 5
 };
 
-// As `last`: only the model's own keys, else bases from the weights.
-#define SUBKV_BASES_NO_SIDECAR 6
+// What is asked of a K/V cache. NULL, "", a number of tokens below 0 and 0 bits are not asked.
+typedef struct subkv_cache_request {
+    const char * model; // first file
+    const char * type; // of keys and values: "auto", "subkv", "subkv:BITS", "subkv:FILE" (with bases) or a type of ggml
+    const char *
+        type_k; // the same of one side. One that is not asked has `type`, or f16; an asked "auto" or coded type
+    const char * type_v;  // is of both
+    const char * bases;   // a file with bases, which alone counts
+    float        bits;    // per element, of those that the bases can have; not asked: SUBKV_BITS, or their default
+    bool         memory;  // the caller will choose the bits by their size: the cache must be coded
+    bool         sidecar; // use BESIDE and STORED
+    bool         derive;  // use WEIGHTS for "auto", too
+    bool (*slides)(int32_t il); // whether a layer has a sliding window, for models with some; such layers get no bases
+                                // from the weights, unless all layers slide. NULL: none has
+    int32_t      n_sink, n_recent, n_rollback; // as in subkv_cache_params, like the next one
+    const char * adapt;
+} subkv_cache_request;
 
-typedef struct subkv_bases {
-    int32_t      source;
-    const char * path;   // of the file; "": none, or they are derived
-    const char * words;  // source and size of usable bases, for the user
-    const char * size;   // the size alone
-    float        budget; // of usable bases
-    subkv_error  error;  // SUBKV_ERROR_NONE: usable; else why there are none, or those found first cannot be used
-} subkv_bases;
+// The cache that is given. The texts are valid until the next call on the same thread.
+typedef struct subkv_cache_choice {
+    const char *   type_k; // "subkv" for both, or types of ggml
+    const char *   type_v;
+    int32_t        ggml_type_k; // enum ggml_type, for llama_context_params
+    int32_t        ggml_type_v;
+    bool           automatic; // nobody asked for a coded cache: f16 replaces one that the engine does not support
+    int32_t        source;    // of the bases
+    const char *   path;      // of their file; "": none, or they are derived
+    subkv_layout * layout;    // to be freed by the caller; NULL: an ordinary cache
+    float          bits;      // of the layout, per element, and those of the same bases by default
+    float          bits_default;
+    int32_t        n_sink, n_recent, n_rollback;
+    const char *   adapt;
+    const char *   words; // source and size of the bases, or why there are none; "": an ordinary type was asked
+    const char *   gain;  // how the user gets better bases
+} subkv_cache_choice;
 
-// Finds the bases of a model, from the first place up to `last` that has some: no later place replaces a damaged file or
-// one of another model. named: the user's file, which alone counts; NULL: none. budget: bits per element; 0: those of the
-// variable SUBKV_BITS, or the file's default, or that of subkv_layout_derive. sliding: as there. NULL if the model cannot
-// be read.
-SUBKV_API const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last, float budget,
-                                               const int32_t * sliding, int32_t n_sliding);
-SUBKV_API void                subkv_bases_free(const subkv_bases * bases);
+// Decides which cache a context gets. Bases are those of the first place that has some: no later place replaces a damaged
+// file or one of another model. false: key of subkv_last_error_parts() is the field of the request that the error is
+// about, or SUBKV_BITS; "sidecar": a file that was found cannot be used; "derive": the model can have no bases.
+SUBKV_API bool subkv_resolve(const subkv_cache_request * request, subkv_cache_choice * out);
 
 // The file that the search finds or would find for a model at BESIDE or STORED. It may not exist. content: of
 // subkv_model_content; NULL for BESIDE. The text is valid until the next call on the same thread.

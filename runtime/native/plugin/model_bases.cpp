@@ -1,17 +1,15 @@
 // model_bases.cpp: the bases of the model that a graph computes, by the content of its weights.
+#include "automatic.h"
 #include "error.h"
-#include "find_bases.h"
 #include "log_line.h"
 #include "model_file.h"
 #include "plugin.h"
 #include "process_models.h"
-#include "variables.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <iterator>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -110,20 +108,24 @@ bool has_gaps(const std::function<bool(int32_t il)> & has_layer) {
 std::mutex  owner_mutex;
 std::string owner;
 
-ModelBases loaded(const std::string & path, bool required) {
-    const auto layout = load_layout(path.c_str(), budget_of_environment());
-    return { layout, words_of_file(path, *layout), required };
+CacheChoice no_bases(std::string why) {
+    CacheChoice none;
+    none.automatic = true;
+    none.words     = std::move(why);
+    return none;
 }
 
-// has_layer: of the cache; layers with a sliding window are in another one.
-ModelBases loaded(const StoredBases & bases, bool required, const std::function<bool(int32_t il)> & has_layer) {
-    if (!bases.derived) {
-        return loaded(bases.path, required);
-    }
-    std::vector<int32_t> others;
-    std::copy_if(bases.layers.begin(), bases.layers.end(), std::back_inserter(others), std::not_fn(has_layer));
-    FoundBases found = derived_bases(bases.path, budget_of_environment(), others);
-    return { found.layout, std::move(found.words), required };
+// The cache with the bases of a file, or with those from the weights of one.
+CacheChoice loaded(const StoredBases & bases, bool required, const std::function<bool(int32_t il)> & has_layer) {
+    CacheRequest asked;
+    asked.type                                  = "subkv";
+    asked.variables                             = Variables::OF_ANOTHER; // the caller has read SUBKV
+    (bases.derived ? asked.model : asked.bases) = bases.path;
+    asked.sidecar                               = false;
+    asked.slides       = std::not_fn(has_layer); // the other half of a cache with sliding windows
+    CacheChoice choice = resolve_for_program(asked);
+    choice.automatic   = !required;
+    return choice;
 }
 
 bool is_identified_by(const StoredBases & bases, const char * weight) {
@@ -169,8 +171,8 @@ const ggml_tensor * GraphWeights::find(const std::string & name) const {
     return it == found_.end() ? nullptr : it->second;
 }
 
-std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen seen,
-                                           const std::function<bool(int32_t il)> & has_layer) {
+std::optional<CacheChoice> find_model_bases(const GraphWeights & weights, Seen seen,
+                                            const std::function<bool(int32_t il)> & has_layer) {
     const std::string value = setting();
     const Known &     known = Known::get();
 
@@ -181,14 +183,12 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen se
                                                     std::all_of(all.begin(), all.end(), has_layer));
     };
     const bool waits = seen == Seen::PART && has_gaps(has_layer);
-    const auto part  = [&](const std::string & path) -> std::optional<ModelBases> {
+    const auto part  = [&](const std::string & path) -> std::optional<CacheChoice> {
         if (waits) {
             return std::nullopt;
         }
         const bool slides = seen == Seen::ALL_OF_SLIDING;
-        return ModelBases{ nullptr,
-                           (slides ? "it is of the sliding layers of " : "it does not have all layers of ") + path,
-                           false };
+        return no_bases((slides ? "it is of the sliding layers of " : "it does not have all layers of ") + path);
     };
 
     const std::lock_guard<std::mutex> lock(owner_mutex);
@@ -202,7 +202,7 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen se
         const bool        first  = owner.empty();
         const std::string digest = digest_of(weights, known.named);
         if (first || digest == owner) {
-            const ModelBases found = loaded(value, true);
+            const CacheChoice found = loaded(known.named, true, has_layer);
             if (known.named.weights.empty() || digest.empty()) {
                 if (first) {
                     log_line(value +
@@ -247,7 +247,7 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen se
     if (required) {
         throw Invalid("SUBKV=subkv: " + why);
     }
-    return ModelBases{ nullptr, why, false };
+    return no_bases(why);
 }
 
 } // namespace subkv::plugin

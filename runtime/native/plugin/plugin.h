@@ -48,12 +48,6 @@ inline const ggml_tensor * root_of(const ggml_tensor * t) {
     return t->view_src ? t->view_src : t;
 }
 
-struct ModelBases {
-    std::shared_ptr<const Layout> layout;   // nullptr: an ordinary cache
-    std::string                   words;    // about the bases, or why there are none
-    bool                          required; // by the user: then the cache is coded, or the graph fails
-};
-
 // Weights that identify models and that nodes of a graph are computed from.
 class GraphWeights {
 public:
@@ -71,9 +65,9 @@ enum class Seen { PART, ALL_OF_SLIDING, ALL };
 
 // The bases that SUBKV requests for a cache of the model with these weights. has_layer: does the cache have its rows? The
 // first model owns the file that SUBKV names; others have those of the cache folder. nullopt: only the whole graph can
-// tell. Throws Invalid if SUBKV requires bases of this model and there are none.
-std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen seen,
-                                           const std::function<bool(int32_t il)> & has_layer);
+// tell. Throws Invalid if SUBKV requires bases of this model (then the choice is not automatic) and there are none.
+std::optional<CacheChoice> find_model_bases(const GraphWeights & weights, Seen seen,
+                                            const std::function<bool(int32_t il)> & has_layer);
 
 // true: SUBKV requests no coded cache
 bool is_off();
@@ -189,7 +183,7 @@ private:
     bool                                       opened_  = false; // all pages
     ggml_type                                  type_k_ = GGML_TYPE_F16, type_v_ = GGML_TYPE_F16;
     std::vector<int32_t>                       shifting_;
-    ModelBases                                 bases_;
+    CacheChoice                                bases_;
     std::unique_ptr<Cache>                     cache_;
     std::unique_ptr<KnownCells>                cells_;
     ggml_context_ptr                           ctx_; // of the codes

@@ -1,8 +1,8 @@
 // store.cpp: the buffer type: K/V cache tensors, states, copies between streams.
+#include "automatic.h"
 #include "error.h"
 #include "log_line.h"
 #include "plugin.h"
-#include "request.h"
 #include "variables.h"
 
 #include <algorithm>
@@ -220,7 +220,7 @@ void Store::decide(ggml_cgraph * graph, const GraphUse & use, bool full) {
             if (e.error.kind == SUBKV_ERROR_MEMORY) { // f16 would need more
                 throw;
             }
-            if (bases_.required) {
+            if (!bases_.automatic) {
                 throw Invalid({ e.error.kind, std::string("SUBKV=") + std::getenv("SUBKV"), e.what(),
                                 "SUBKV=off runs with an ordinary cache" });
             }
@@ -254,7 +254,7 @@ void Store::begin(const GraphUse & use) {
     if (std::exchange(begun_, true) || !is_coded()) {
         return;
     }
-    if (use.unknown.empty() || bases_.required || !restored_.empty()) { // a graph of an unknown use fails
+    if (use.unknown.empty() || !bases_.automatic || !restored_.empty()) { // a graph of an unknown use fails
         report();
         return;
     }
@@ -290,7 +290,6 @@ void Store::code(ggml_cgraph * graph, const GraphUse & use) {
     desc.arch             = layout.arch; // a backend does not know the model's; widths are compared below
     desc.n_layer          = layout.n_layer;
     desc.type_k = desc.type_v = GGML_TYPE_F16;
-    desc.requested            = Requested::CODED;
     std::map<std::pair<int32_t, bool>, const ggml_tensor *> tensors;
     for (const auto & [t, of] : tensors_) {
         tensors[{ of.il, of.value }] = t;
@@ -329,7 +328,7 @@ void Store::code(ggml_cgraph * graph, const GraphUse & use) {
     if (desc.layers.empty()) {
         fail("this context holds none of the layers with bases");
     }
-    cache_ = std::make_unique<Cache>(desc, request_of_environment(bases_.layout), nullptr);
+    cache_ = std::make_unique<Cache>(desc, bases_, nullptr);
     cells_ = std::make_unique<KnownCells>(desc.n_stream, desc.n_cells, (int32_t) desc.n_seq_max);
     ctx_.reset(ggml_init({ (2 * desc.layers.size() + 1) * ggml_tensor_overhead(), nullptr, true }));
     for (const LayerDesc & layer : desc.layers) {

@@ -22,9 +22,10 @@ from research.warmstart.embedding import input_mean
 from research.warmstart.frame import Frame
 from research.warmstart.pooled import Plan, summarise
 from research.warmstart.trained import Trained
-from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.engine.cache import choose_cache
 from subkv.engine.context import ContextOptions
 from subkv.engine.model import Model
+from subkv.engine.request import CacheRequest
 from subkv.native.bases import model_content
 
 NOISE = 1e-4  # nats between two ways to the same tiny model's distribution, f16 cache
@@ -66,7 +67,7 @@ def run(arguments: list[str], code: int = 0) -> str:
 def test_one_slot_per_token_equals_the_cold_start(model: Path, files: dict[str, Path]) -> None:
     """With one slot per token of the same prompt, logits, answers and attention outputs equal a cold start's."""
     prompt = prompts.read(files["prompts.jsonl"])[0]
-    choice, options = choose_cache(model, CacheOptions("f16")), ContextOptions(96, n_threads=1)
+    choice, options = choose_cache(model, CacheRequest("f16")), ContextOptions(96, n_threads=1)
     with Model(str(model)) as opened:
         tokens = opened.tokenize_chat(prompt.text)[:60]
         plan = Plan(60 - N_SINK - N_LAST, N_SINK, N_LAST)

@@ -3,25 +3,15 @@
 #include "error.h"
 #include "layout_keys.h"
 
-#include <cstdlib>
 #include <string>
 
 namespace subkv {
 
-static MakeBases static_bases(const std::string & text, const char * key) {
-    if (!text.empty() && text != "none") {
-        refuse(key, "none, since this build has no adaptive bases (-DSUBKV_ADAPT=OFF)", "'" + shortened(text) + "'");
+MakeBases bases_of(const std::string & adapt, const char * key) {
+    if (adapt != "none") {
+        refuse(key, "none, since this build has no adaptive bases (-DSUBKV_ADAPT=OFF)", "'" + shortened(adapt) + "'");
     }
     return [](const Layout &, const Window &, const CacheDesc &) { return std::make_unique<BasisSource>(); };
-}
-
-MakeBases bases_of(const subkv_cache_params & params) {
-    return static_bases(params.adapt ? params.adapt : "", "adapt");
-}
-
-MakeBases bases_of_environment(const Layout & layout) {
-    const char * set = std::getenv("SUBKV_ADAPT");
-    return set && *set ? static_bases(set, "SUBKV_ADAPT") : static_bases(layout.adapt, "subkv.adapt");
 }
 
 } // namespace subkv

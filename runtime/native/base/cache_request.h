@@ -1,0 +1,33 @@
+// cache_request.h: what is asked of a K/V cache; resolve.h decides what is given.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+namespace subkv {
+
+// The variables of the environment that stand for what is not asked.
+enum class Variables {
+    BITS,       // SUBKV_BITS alone
+    ALL,        // also SUBKV, SUBKV_SINK, SUBKV_RECENT, SUBKV_ROLLBACK and SUBKV_ADAPT
+    OF_ANOTHER, // all of them, but the value of SUBKV belongs to another model: it counts as `auto`
+};
+
+// As subkv_cache_request (subkv.h), whose comments explain the fields. "" and numbers below 0 are not asked.
+struct CacheRequest {
+    std::string                     model;
+    std::string                     type, type_k, type_v;
+    std::string                     bases;
+    float                           bits    = 0.0f; // 0: not asked
+    bool                            memory  = false;
+    bool                            sidecar = true;
+    bool                            derive  = true;
+    std::function<bool(int32_t il)> slides;
+    int32_t                         n_sink = -1, n_recent = -1, n_rollback = -1;
+    std::string                     adapt;
+    Variables                       variables = Variables::BITS;
+    bool                            drafts = false; // SUBKV does not require a coded cache, as drafts may have no bases
+};
+
+} // namespace subkv
