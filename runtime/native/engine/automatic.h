@@ -1,7 +1,7 @@
 // automatic.h: the cache of a context without an attached layout.
 #pragma once
 
-#include "hook.h"
+#include "cache_hook.h"
 #include "resolve.h"
 
 #include <memory>
