@@ -21,7 +21,7 @@ FORMATS = {
     "measurements": Format("interrupted sensitivities of convert", (1,), "measured again"),
     "state": Format("states of a coded cache, slots' files", (6,), "refused: evaluate the prompt again"),
     "container": Format("files of the next one", (1,), "refused: evaluate the prompt again"),
-    "chat": Format("/save of chat", (3,), "refused: start a new conversation"),
+    "chat": Format("/save of chat", (4,), "refused: start a new conversation"),
     "store": Format("prompts of SUBKV_STORE and PromptCache", (1, 2), "never found: evaluated again"),
     "warm start": Format("warm.safetensors", (1,), "refused: train again"),
     "warm library": Format("summaries of the warm start", (2,), "never found: made again"),

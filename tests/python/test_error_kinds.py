@@ -48,7 +48,7 @@ def test_texts_of_a_file_are_escaped(coded_model: Models, tmp_path: Path) -> Non
 def test_in_c(tiny_model: Models, coded_model: Models, tmp_path: Path) -> None:
     if shutil.which("cc") is None:
         pytest.skip("needs cc")
-    flags = ["-std=c99", "-Wall", "-Werror", f"-I{ROOT / 'runtime' / 'native' / 'capi'}"]
+    flags = ["-std=c99", "-Wall", "-Werror", f"-I{ROOT / 'runtime' / 'native' / 'include'}"]
     built = objects([HERE / "errors.c"], flags, tmp_path, compiler="cc")
     libraries = library.lib_dir()
     subkv = str(libraries / f"libsubkv{library.SUFFIX}")

@@ -106,7 +106,7 @@ def test_compare_prints_a_table(tiny_model: Models, text_file: Path) -> None:
         (["-f", "TEXT", "--compare", "q4_0", "-fa", "off"], "-fa: expected 'on' or 'auto'"),
         (
             ["-f", "TEXT", "--compare", "f16,subkv:missing.gguf"],
-            "--compare: subkv:missing.gguf: expected a GGUF file, found no file",
+            "--compare: subkv:missing.gguf: missing.gguf: expected a GGUF file, found no such file",
         ),
         (["-f", "TEXT", "--bases", "MODEL"], "--bases: expected subkv.* keys"),
     ],

@@ -6,6 +6,7 @@
 
 #include "error.h"
 #include "ggml.h"
+#include "model_file.h"
 #include "numbers.h"
 #include "variables.h"
 
@@ -69,7 +70,7 @@ std::string plain_type(const char * field, const std::string & type, std::vector
     const std::string rest = type.substr(coded.size());
     if (const float budget = parse_budget(rest); budget > 0.0f) {
         bits.push_back(budget);
-    } else if (!rest.empty() && is_file(rest)) {
+    } else if (!rest.empty() && (is_file(rest) || ends_with(rest, ".gguf"))) { // the search says that it is missing
         file = rest;
     } else {
         refuse_field(field, "expected subkv:BITS with bits per element, such as subkv:3, or subkv:FILE, found " + type);
