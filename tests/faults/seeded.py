@@ -150,7 +150,9 @@ FAULTS = [
         f"{ENGINE} {SEQUENCES}",
     ),
     Fault("ALiBi", "runtime/native/engine", "row_of_halves", Swap("!=", "<", beside="other"), SEQUENCES),
-    Fault("a listed cell counts twice", "runtime/native/engine", "selected_cells_op", Always(beside="is_exact"), CHOSEN),
+    Fault(
+        "a listed cell counts twice", "runtime/native/engine", "selected_cells_op", Always(beside="is_exact"), CHOSEN
+    ),
     Fault("a segment's state stays", "runtime/native/engine", "Attend::head", Omit("clear"), ENGINE),
     Fault(
         "the mask of the first head",
