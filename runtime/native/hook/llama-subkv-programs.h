@@ -64,78 +64,80 @@ LLAMA_API bool llama_subkv_ends();
 //
 
 struct llama_subkv_usage {
-    std::string type      = "none"; // "subkv"; a ggml type, "K/V" if the two differ; "other": sparse
+    std::string type      = "none"; // "subkv", a ggml type, two of them as "K/V", or "other" for a sparse cache
     std::string kernel    = "";     // kernels for attention on coefficients
-    double      bits      = 0;      // per K/V element, of coded layers if there are any, with exact window; 0: "other"
-    uint32_t    n_coded   = 0;      // layers; n_other: ordinary ones that do not slide
-    uint32_t    n_sliding = 0;
-    uint32_t    n_other   = 0;
+    double      bits      = 0;     // per K/V element, of coded layers if there are any, with exact window; 0 if "other"
+    uint32_t    n_coded   = 0;     // layers that store coefficients
+    uint32_t    n_sliding = 0;     // layers with a sliding window
+    uint32_t    n_other   = 0;     // the other layers with rows
     uint32_t    n_vocab   = 0;     // tokens of the vocabulary
-    uint32_t    n_swa     = 0;     // tokens of the window of sliding layers; 0: they hold all cells
+    uint32_t    n_swa     = 0;     // tokens of the window of sliding layers; 0 if they hold all cells
     uint64_t    bytes     = 0;     // as allocated, with bases
-    uint64_t    bytes_f16 = 0;     // size in f16; 0: "other"
+    uint64_t    bytes_f16 = 0;     // size in f16; 0 if "other"
     uint64_t    n_cells   = 0;     // capacity in tokens, all sequences
     uint64_t    n_bad     = 0;     // rows of a head, K or V, that were not finite and could not be coded
     bool        freed     = false; // the context is freed
 };
 
-// Sets the usage from a server's context; nullptr: it is freed. Call it on the thread that created the context.
+// Sets the usage from a server's context, or notes that it is freed (nullptr). Call it on the thread that created the
+// context.
 LLAMA_API void llama_subkv_usage_set(llama_context * ctx);
-// Updates n_bad, if the usage is of this context. Does not consider rows on GPUs, which only llama_subkv_usage_set reads.
+// Updates n_bad if the usage is of this context. Rows on GPUs are not counted, which only llama_subkv_usage_set reads.
 void llama_subkv_usage_bad(const llama_context * ctx, uint64_t n_bad);
 // Any thread may call it.
 LLAMA_API llama_subkv_usage llama_subkv_usage_get(void);
+// The usage and the counters of the prompt store, in the text format of Prometheus.
+LLAMA_API std::string llama_subkv_usage_metrics(void);
 
 // Whether a layer of a model has a sliding window.
 extern "C" LLAMA_API bool llama_subkv_slides(const llama_model * model, int32_t il);
-// The sliding layers beside others keep f16 in the next context of this thread, whatever its cache types: to measure the
-// error of the others alone.
+// The sliding layers beside others keep f16 in the next context of this thread, whatever its cache types are. A program
+// that measures the error of the other layers calls it.
 extern "C" LLAMA_API void llama_subkv_keep_sliding_f16(void);
-// The same and the counters of the prompt store, in the text format of Prometheus.
-LLAMA_API std::string llama_subkv_usage_metrics(void);
 
 //
-// the prompt store on disk (docs/server.md), for llama-server; without SUBKV_STORE it stores nothing and does not load
-// libsubkv
+// The prompt store on disk, for llama-server (docs/server.md, server/prompts.cpp). Without SUBKV_STORE nothing is stored
+// and libsubkv is not loaded. `draft` is the context of a draft model, or nullptr.
 //
 
-// Opens the folder of SUBKV_STORE at the first call and logs the result once. false: no folder, or it cannot be used.
+// Opens the folder of SUBKV_STORE at the first call and logs the result once. Returns false without a folder that can be
+// used.
 LLAMA_API bool llama_subkv_store_on(void);
-// Forgets what is known of the models and sequences of earlier contexts, and starts to compute the digests of these
-// models in a thread: the first prompt that is read or stored waits for them. draft: of a draft model, or nullptr.
+// Forgets what is known of earlier contexts, and starts to compute the digests of the models in a thread. The first prompt
+// that is read or stored waits for them.
 LLAMA_API void llama_subkv_store_begin(const llama_context * ctx, const llama_context * draft);
 
-// The longest tail of a restored sequence that can be removed without a checkpoint; -1: any.
+// The longest tail of a restored sequence that can be removed without a checkpoint, or -1 for any.
 LLAMA_API int64_t llama_subkv_store_removable(const llama_context * ctx);
 
-// From these positions on a sequence's rows were evaluated behind another text than it has now (a part of it was removed
-// or moved), or nobody knows where: it was restored from a state, which may be anybody's. INT32_MAX: all rows are of
-// this text. Text that was moved is stored if SUBKV_STORE_MOVED is set, under another identity; text of unknown origin
-// is not stored.
+// The first positions whose rows were evaluated behind another text than the sequence has now, because a part of it was
+// removed or moved, and whose origin is unknown, because the sequence was restored from a state that anybody may have
+// written. INT32_MAX if there are none. Moved text is stored under another identity if SUBKV_STORE_MOVED is set; text of
+// unknown origin is not stored.
 struct llama_subkv_text {
     int32_t moved   = INT32_MAX;
     int32_t unknown = INT32_MAX;
 };
 
-// Of a sequence in a context and in the draft model's context (or nullptr). set: the sequence has been restored from a
-// state of this text.
 LLAMA_API llama_subkv_text llama_subkv_text_of(const llama_context * ctx, const llama_context * draft, int32_t seq);
+// Call it after a sequence was restored from a state whose text is known.
 LLAMA_API void llama_subkv_text_set(llama_context * ctx, llama_context * draft, int32_t seq, llama_subkv_text text);
 
-// Whether sequence `seq` consists of n_tokens tokens, also in the draft model's context (or nullptr), and its prompt may
-// be stored: no LoRA weights or control vectors are loaded, the digest of the model is known, and so is the text.
+// Whether sequence `seq` consists of n_tokens tokens in both contexts, and its prompt may be stored: no LoRA weights or
+// control vectors are loaded, the digests of the models are known, and so is the origin of the text.
 LLAMA_API bool llama_subkv_store_accepts(const llama_context * ctx, const llama_context * draft, int32_t seq,
                                          int64_t n_tokens);
-// subkv_store_room; -1 without a store.
+// As subkv_store_room. Returns -1 without a store.
 LLAMA_API int32_t llama_subkv_store_room(uint64_t n_bytes);
-// Stores the prompt of a sequence that llama_subkv_store_accepts. states: in both contexts; prompt.state is ignored.
-// wait: for space. false: the store dropped it.
+// Stores the prompt of a sequence that llama_subkv_store_accepts, with its states in both contexts; prompt.state is
+// ignored. Waits for space if `wait` is set. Returns false if the store drops it.
 LLAMA_API bool llama_subkv_store_put(const llama_context * ctx, const llama_context * draft, int32_t seq,
                                      subkv_store_prompt prompt, std::array<std::vector<uint8_t>, 2> && states,
                                      bool wait);
 
-// Returns the prompt of at most n_max tokens whose prefix saves evaluation beyond n_held tokens; nullptr: none. n_moved:
-// as in subkv_store_query. `free` follows. accepted: false: the cache rejected its state.
+// Returns the prompt of at most n_max tokens whose prefix saves the most evaluation beyond n_held tokens, or nullptr. The
+// meaning of n_moved is that of subkv_store_query. The caller frees the result, and says whether the cache has accepted its
+// state.
 LLAMA_API subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, const int32_t * tokens,
                                                     int64_t n_tokens, int64_t n_held, int64_t n_max, int64_t n_moved);
 LLAMA_API const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * found);
@@ -145,30 +147,30 @@ LLAMA_API void                       llama_subkv_store_free(subkv_store_found * 
 // Waits at most 30 seconds until all writes are complete.
 LLAMA_API void llama_subkv_store_flush(void);
 
-// Any thread may call it. false: there is no store.
+// Returns false without a store. Any thread may call it.
 LLAMA_API bool llama_subkv_store_stats(subkv_store_stats & stats);
 
 //
-// moves the rows of evaluated tokens to other positions, behind another beginning (SUBKV_STORE_MOVED)
+// Rows of evaluated tokens move to other positions, behind another beginning (SUBKV_STORE_MOVED).
 //
 
-// The rows of a run of tokens, outside a cache.
+// A copy of the rows of consecutive tokens.
 struct llama_subkv_run;
 
 extern "C" {
 
-// true: SUBKV_STORE_MOVED is set, and positions of this context's cells may change. draft: of the draft model, or NULL.
-// report: logs it, or the reason why nothing moves.
+// Whether SUBKV_STORE_MOVED is set and positions of this context's cells may change. `report` logs this, or the reason why
+// nothing moves.
 LLAMA_API bool llama_subkv_moves(const llama_context * ctx, const llama_context * draft, bool report);
 
-// Copies the rows of n positions from `first` on: of a sequence, or of a sequence's state. NULL: they are not all
-// there, the state does not belong to this cache, or memory is short; the reason is logged.
+// Both copy the rows of n positions from `first` on, of a sequence or of a sequence's state. They return NULL and log the
+// reason if a row is missing, if the state does not belong to this cache, or if memory is short.
 LLAMA_API llama_subkv_run * llama_subkv_run_of_sequence(llama_context * ctx, int32_t seq, int32_t first, int32_t n);
 LLAMA_API llama_subkv_run * llama_subkv_run_of_state(llama_context * ctx, const void * state, size_t size,
                                                      int32_t first, int32_t n);
 LLAMA_API void              llama_subkv_run_free(llama_subkv_run * rows);
 
-// Puts the rows behind position pos - 1, the last one of a sequence. Their keys rotate before the next decode; their
-// tokens have codes and no exact rows. false: there is no room; the sequence stays as it is, and the reason is logged.
+// Puts the rows behind position pos - 1, the last one of a sequence. Their keys rotate before the next decode, and their
+// tokens have codes and no exact rows. Returns false, logs the reason and changes nothing if there is no room.
 LLAMA_API bool llama_subkv_append(llama_context * ctx, int32_t seq, int32_t pos, const llama_subkv_run * rows);
 }

@@ -21,7 +21,7 @@
 static constexpr uint64_t MIB           = 1 << 20;
 static constexpr int64_t  DEFAULT_MIB   = 4096;
 static constexpr int64_t  MAX_MIB       = 1 << 30;
-static constexpr double   GET_SECONDS   = 20; // maximum time that a request waits for the disk
+static constexpr double   GET_SECONDS   = 20; // that a request waits for the disk at most
 static constexpr double   CLOSE_SECONDS = 30;
 static constexpr int64_t  LEAST_TOKENS  = SUBKV_STORE_LEAST_TOKENS;
 
@@ -38,8 +38,8 @@ struct process_store {
     std::mutex                mutex;
     std::set<std::string>     unknown; // models whose digest cannot be computed, by path
 
-    // Of two contexts (the second one may be null), of which tokens attend to later ones in some, without or with moved
-    // rows: the digest of their identity, which is constant.
+    // What the identity of prompts depends on in a process: the context, a draft model's or nullptr, in which of them
+    // tokens attend to earlier ones only, and whether rows have moved.
     using known_key = std::tuple<const llama_context *, const llama_context *, int, bool>;
 
     // used only by the thread that drives the contexts
@@ -83,8 +83,8 @@ process_store & the_store() {
     return *store;
 }
 
-// The digest of a model's bytes as they were loaded; "": unknown. seconds: to wait for it; the first call starts to compute
-// it in a thread.
+// The digest of a model's bytes as they were loaded, or "" if it is not known after these seconds. The first call starts
+// to compute it in a thread.
 std::string content_of(process_store & store, const llama_model & model, double seconds) {
     const auto &                      source   = llama_subkv::source_of(model);
     bool                              is_final = false;
@@ -96,8 +96,8 @@ std::string content_of(process_store & store, const llama_model & model, double 
     return content;
 }
 
-// false: prompts of these contexts are not stored. moved: of prompts with moved rows; a server without SUBKV_STORE_MOVED
-// does not read them.
+// The identity of prompts of these contexts. Those with moved rows have another one, because a server without
+// SUBKV_STORE_MOVED must not read them. Returns false if prompts are not stored.
 bool identity_of(process_store & store, const llama_context * ctx, const llama_context * draft, bool moved,
                  subkv::StoreIdentity & identity) {
     int causal = 0;
@@ -130,7 +130,7 @@ bool identity_of(process_store & store, const llama_context * ctx, const llama_c
     return true;
 }
 
-// The identity of a sequence's prompt. false: it is not stored.
+// The identity of a sequence's prompt. Returns false if it is not to be stored.
 bool identity_of_sequence(process_store & store, const llama_context * ctx, const llama_context * draft,
                           llama_seq_id seq, subkv::StoreIdentity & identity) {
     const auto text  = llama_subkv_text_of(ctx, draft, seq);
@@ -139,7 +139,7 @@ bool identity_of_sequence(process_store & store, const llama_context * ctx, cons
            identity_of(store, ctx, draft, moved, identity);
 }
 
-// true: a sequence consists of exactly n tokens, also in a draft model's context.
+// Whether a sequence consists of exactly n tokens, also in a draft model's context.
 bool holds(const llama_context * ctx, const llama_context * draft, llama_seq_id seq, int64_t n) {
     return llama_memory_seq_pos_max(llama_get_memory(ctx), seq) + 1 == n &&
            (!draft || llama_memory_seq_pos_max(llama_get_memory(draft), seq) + 1 == n);

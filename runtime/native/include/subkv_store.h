@@ -2,8 +2,8 @@
 // processes and that several processes may share (docs/server.md). subkv_last_error() of subkv.h has the reason of a
 // failure.
 //
-// A store does not depend on models: states are bytes of llama_state_seq_get_data. An identity stands for everything that
-// affects these bytes; a state is valid for its identity only. Any thread may call a store.
+// A store does not depend on models: its states are bytes of llama_state_seq_get_data. An identity stands for everything
+// that affects these bytes, and a state is valid for its identity only. Any thread may call a store.
 #pragma once
 
 #include "subkv.h"
@@ -39,7 +39,7 @@ typedef struct subkv_store_prompt {
     subkv_store_bytes         state[2]; // of the sequence: in the model, in a draft model
     const subkv_store_point * points;
     int64_t                   n_points;
-    int64_t                   n_removable; // longest tail that the cache can remove without a checkpoint; -1: any
+    int64_t                   n_removable; // longest tail that the cache can remove without a checkpoint, or -1 for any
 } subkv_store_prompt;
 
 typedef struct subkv_store_query {
@@ -48,10 +48,10 @@ typedef struct subkv_store_query {
     int64_t         n_held;            // leading tokens that the sequence already has
     int64_t         n_max;             // maximum tokens of a sequence
     int64_t         n_removable;       // as above
-    double          seconds_per_token; // evaluation time; 0: unknown
+    double          seconds_per_token; // evaluation time, or 0 if it is unknown
     double          seconds;           // timeout of this query
-    // -1: the prompt is restored, for its prefix. 0 or more: the prompt's rows move, and save more tokens than this: runs
-    // of tokens that this prompt has behind another beginning (docs/server.md).
+    // -1 if the prompt is restored, for its prefix. Else its rows move (docs/server.md), and the runs of tokens that it has
+    // behind another beginning must save more tokens than this.
     int64_t n_moved;
 } subkv_store_query;
 
@@ -62,8 +62,8 @@ typedef struct subkv_store_stats {
     uint64_t n_damaged, n_failures; // prompts with wrong checksums; failed disk operations
 } subkv_store_stats;
 
-// Creates the folder if it is missing, with access for this user only. max_bytes limits the total size of the files;
-// the store removes the least useful prompts beyond this limit. NULL + last_error if the folder cannot be used.
+// Creates the folder if it is missing, with access for this user only. max_bytes limits the total size of the files: the
+// store removes the least useful prompts beyond this limit. NULL + last_error if the folder cannot be used.
 SUBKV_API subkv_store * subkv_store_open(const char * folder, uint64_t max_bytes);
 // Waits at most 30 seconds for pending writes.
 SUBKV_API void subkv_store_close(subkv_store * store);
@@ -90,32 +90,30 @@ SUBKV_API bool subkv_model_digest(const struct llama_context * ctx, double secon
 // n_removable of a context's states.
 SUBKV_API int64_t subkv_store_removable(const struct llama_context * ctx);
 
-// Checks the space for a prompt whose states and checkpoints have n_bytes bytes. 1: it fits now; 0: after pending
-// writes; -1: never.
+// Whether a prompt whose states and checkpoints have n_bytes bytes fits: 1 now, 0 after pending writes, -1 never.
 SUBKV_API int32_t subkv_store_room(const subkv_store * store, uint64_t n_bytes);
-// Copies a prompt and writes it in the background. wait: blocks until the prompt fits. false: the store dropped the
-// prompt because it is too short or too large, because pending writes fill the queue, or because the folder is not
-// writable.
+// Copies a prompt and writes it in the background; `wait` blocks until it fits. Returns false if the store drops the prompt
+// because it is too short or too large, because pending writes fill the queue, or because the folder is not writable.
 SUBKV_API bool subkv_store_put(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
                                bool wait);
-// Waits until all writes are complete. false: timeout after these seconds.
+// Waits until all writes are complete. Returns false if they are not after these seconds.
 SUBKV_API bool subkv_store_flush(subkv_store * store, double seconds);
 
-// Returns the prompt whose prefix saves the most evaluation, at least SUBKV_STORE_LEAST_TOKENS; NULL: none.
+// Returns the prompt whose prefix saves the most evaluation, at least SUBKV_STORE_LEAST_TOKENS, or NULL.
 SUBKV_API subkv_store_found *        subkv_store_get(subkv_store * store, const uint8_t * identity,
                                                      const subkv_store_query * query);
 SUBKV_API const subkv_store_prompt * subkv_store_found_prompt(const subkv_store_found * found); // owned by `found`
 // Tokens without evaluation, n_held included.
 SUBKV_API int64_t subkv_store_found_reach(const subkv_store_found * found);
-// refused: the cache rejected the state; this store does not return the prompt again until it is stored again.
+// `refused` says that the cache rejected the state: this store does not return the prompt until it is stored again.
 SUBKV_API void subkv_store_found_free(subkv_store * store, subkv_store_found * found, bool refused);
 
 // The longest common prefix of these tokens with any stored prompt.
 SUBKV_API int64_t subkv_store_common(subkv_store * store, const uint8_t * identity, const int32_t * tokens,
                                      int64_t n_tokens);
 
-// A sentence about the first failed read or write, once each; "": none since the last call. Valid until the thread's next
-// call.
+// A sentence about the first failed read or write, once each, or "" if there was none since the last call. Valid until the
+// thread's next call.
 SUBKV_API const char * subkv_store_failure(subkv_store * store);
 
 SUBKV_API void subkv_store_get_stats(const subkv_store * store, subkv_store_stats * stats);

@@ -14,10 +14,10 @@ namespace llama_subkv_server {
 // most 32 MiB. At a shutdown requests that wait for a result get 503, and streams end with an error.
 void limit(httplib::Server & server, const common_params & params);
 
-// true: another host than SUBKV_ALLOW_HOST names; the response is set.
+// Refuses a request to another host than SUBKV_ALLOW_HOST names, or from a page of another one, and sets the response.
 bool refuses(const httplib::Request & request, httplib::Response & response);
 
-// true: the body is beyond a limit; the response says which. Numbers that the server allocates memory for are lowered to
+// Refuses a body beyond a limit, which the response names. Numbers that the server allocates memory for are lowered to
 // their limits in the body.
 bool refuses(std::string & body, httplib::Response & response);
 

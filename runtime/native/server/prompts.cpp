@@ -74,7 +74,7 @@ subkv_store_bytes bytes_of(const std::vector<uint8_t> & of) {
     return { of.data(), of.size() };
 }
 
-// The tokens of a prompt; empty: it has pictures, or no tokens.
+// The tokens of a prompt without pictures, else none.
 llama_tokens text_of(const server_tokens & tokens) {
     auto text = tokens.get_text_tokens();
     return text.size() == tokens.size() ? text : llama_tokens();
@@ -101,7 +101,7 @@ namespace {
 
 using States = std::array<std::vector<uint8_t>, 2>; // in the context, in the draft model's
 
-// Throws std::bad_alloc. false: a context does not give its state.
+// Returns false if a context does not give its state. Throws std::bad_alloc.
 bool read_states(llama_context * ctx, llama_context * draft, llama_seq_id seq, States & states) {
     size_t i = 0;
     for (auto * of : { ctx, draft }) {
@@ -166,8 +166,8 @@ std::vector<subkv_store_point> points_of(const server_prompt & prompt, const ser
     return points;
 }
 
-// Stores a prompt of a slot, unless it was stored before or may not be stored. data: its states, in memory; empty: they
-// are read from the contexts. at_end: it waits for space, and what was stored before may have been dropped since.
+// Stores a prompt of a slot, unless it was stored before or may not be stored. If `data` does not have its states, they are
+// read from the contexts. At the end it waits for space, and what was stored before may have been dropped since.
 void store(int id, const server_prompt & prompt, const server_task * task, const server_prompt_data & data,
            llama_context * ctx, llama_context * draft, bool at_end) {
     const llama_tokens tokens = text_of(prompt.tokens);
@@ -194,9 +194,9 @@ void store(int id, const server_prompt & prompt, const server_task * task, const
     }
 }
 
-// Seconds until the prompt of an idle slot should be stored, so that a killed server loses little; 0: now; negative: it
-// is stored, or may not be. The copy is due at once if it takes less than SHARE of the evaluation time since the last
-// copy; else when the slots have been idle for 1 / SHARE times as long as it takes.
+// Seconds until the prompt of an idle slot should be stored, so that a killed server loses little, or a negative number if
+// it is stored or may not be. The copy is due at once if it takes less than SHARE of the evaluation time since the last
+// copy, else when the slots have been idle for 1 / SHARE times as long as it takes.
 double wait_for(const slot_view & slot, double idle) {
     const llama_tokens tokens = text_of(slot.prompt->tokens);
     const auto         n      = (int64_t) tokens.size();
@@ -304,7 +304,7 @@ int64_t reach(const slot_view & slot, const server_tokens & requested) {
     return all ? n : reach(*slot.prompt, requested, 0);
 }
 
-// Cells that a slot can have. Slots that share its cells give theirs up if they are idle; with_idle: they do not.
+// Cells that a slot can have beside those of busy slots that share its cells, and of idle ones if with_idle is set.
 int64_t n_room(const slot_view & slot, const std::vector<slot_view> & slots, bool with_idle) {
     int64_t n = llama_n_ctx_seq(slot.ctx);
     if (slot.draft) {
@@ -337,8 +337,8 @@ void make_room(const slot_view & slot, const std::vector<slot_view> & slots, ser
     }
 }
 
-// Takes the prompt with the most leading tokens of a request out of the cache in memory. n_held: tokens of the request
-// that it must exceed; becomes its number.
+// Takes the prompt with the most leading tokens of a request out of the cache in memory. It must have more than n_held,
+// which becomes its number.
 std::list<server_prompt_cache_state> take_best(server_prompt_cache & memory, const server_tokens & requested,
                                                int64_t n_removable, int64_t n_max, int64_t & n_held) {
     std::list<server_prompt_cache_state> res;
@@ -384,7 +384,7 @@ int64_t n_common(const subkv_store_prompt & stored, const server_tokens & reques
     return n;
 }
 
-// Replaces the prompt of a slot. false: the slot is empty.
+// Replaces the prompt of a slot. Returns false if a context refuses its state; the slot is then empty.
 bool replace(const slot_view & slot, server_prompt && prompt, const subkv_store_bytes & state,
              const subkv_store_bytes & of_draft, llama_subkv_text text) {
     const auto set = [&](llama_context * ctx, const subkv_store_bytes & of) {
@@ -400,7 +400,8 @@ bool replace(const slot_view & slot, server_prompt && prompt, const subkv_store_
     return true;
 }
 
-// Gives a slot a prompt that was found on disk. false: the slot is empty, or memory is short and it has its own prompt.
+// Gives a slot a prompt that was found on disk. Returns false if the slot is empty then, or still has its own prompt because
+// memory is short.
 bool restore(const slot_view & slot, subkv_store_found * found, bool has_mtmd) {
     const auto & stored = *llama_subkv_store_prompt(found);
     try {
@@ -438,7 +439,9 @@ void give_back(server_prompt_cache & memory, std::list<server_prompt_cache_state
     origins = std::move(present);
 }
 
-// See below.
+// Copies rows that will move to the slot for a request (last section). Returns whether there are any. caches: prompts in
+// memory, or nullptr; stored: a prompt that was read from the disk, or nullptr; n_first: leading tokens of the request that
+// the slot will have.
 bool plan_moves(const slot_view & slot, const std::vector<slot_view> & slots,
                 std::initializer_list<const std::list<server_prompt_cache_state> *> caches,
                 const subkv_store_prompt * stored, const server_task & task, int64_t n_first);
@@ -542,7 +545,7 @@ public:
     // n_first: leading tokens of the request that need no evaluation
     Source(const llama_tokens & requested, int64_t n_first) : requested(requested), n_first(n_first) {}
 
-    // rows: copies the rows of n positions of this prompt.
+    // `rows` copies the rows of n positions of this prompt.
     void consider(const llama_tokens & prompt, rows_fn rows) {
         if (prompt.empty()) {
             return;
@@ -558,7 +561,7 @@ public:
 
     int64_t n_saved() const { return subkv::n_saved(runs); }
 
-    // The rows of the runs without their first tokens, which are evaluated again. Empty: rows cannot be copied.
+    // The rows of the runs without their first tokens, which are evaluated again. Returns none if rows cannot be copied.
     std::list<MovedRun> read() const {
         std::list<MovedRun> res;
         for (const auto & run : runs) {
@@ -579,9 +582,7 @@ private:
     rows_fn                      read_fn;
 };
 
-// The slots' prompts, those in memory and those on disk are searched for text of a request behind its first n_first
-// tokens, which the slot will have. caches: prompts in memory (or nullptr); stored: one that the store has read (or
-// nullptr). true: rows have been copied and will move.
+// The slots' prompts, those in memory and those on disk are searched for text of the request.
 bool plan_moves(const slot_view & slot, const std::vector<slot_view> & slots,
                 std::initializer_list<const std::list<server_prompt_cache_state> *> caches,
                 const subkv_store_prompt * stored, const server_task & task, int64_t n_first) {

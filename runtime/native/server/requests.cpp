@@ -32,7 +32,7 @@ void answer(httplib::Response & response, int status, const std::string & why, e
     response.set_content(error(why, type), JSON);
 }
 
-// Several prompts, rather than one that consists of tokens and texts.
+// Whether a value is several prompts, rather than one that consists of tokens and texts.
 bool several(const json & value) {
     return value.is_array() && value.size() > MAX_PROMPTS &&
            std::none_of(value.begin(), value.end(),
@@ -47,7 +47,7 @@ bool lower(json & data, const char * name, int64_t most) {
     return true;
 }
 
-// Throws std::invalid_argument with the limit. true: numbers were lowered.
+// Returns whether numbers were lowered to their limits. Throws std::invalid_argument with another limit.
 bool check(json & data) {
     for (const char * name : { "prompt", "input", "content" }) {
         if (data.contains(name) && several(data.at(name))) {
@@ -82,7 +82,8 @@ bool is_stream(const httplib::Response & response) {
     return response.get_header_value("Content-Type").rfind("text/event-stream", 0) == 0;
 }
 
-// A provider that ends the stream with an error at a shutdown: what the handler has sent until then is no whole answer.
+// A provider that ends the stream with an error at a shutdown, because what the handler has sent until then is no complete
+// answer.
 httplib::ContentProvider until_shutdown(httplib::ContentProvider provider) {
     return [provider = std::move(provider)](size_t offset, size_t length, httplib::DataSink & sink) {
         bool              done = false, more = true;

@@ -13,9 +13,9 @@ struct NotYet : Unavailable {
     NotYet() : Unavailable("model", "its digest", "that its file is still being read") {}
 };
 
-// model_data of a loaded model, computed once, in a thread that the first call starts; stored beside the bases for the
-// next process, until one of the files changes. Waits up to `seconds` for it; all calls of a process together wait this
-// long at most. Throws NotYet; Invalid: the files are others now, or cannot be read.
+// model_data of a loaded model. A thread that the first call starts computes it once, and it is stored beside the bases for
+// the next process, until one of the files changes. Waits up to `seconds`, and all calls of a process together wait this
+// long at most. Throws NotYet, or Invalid if the files are others now or cannot be read.
 std::string model_digest(const LoadedModel & model, double seconds);
 
 } // namespace subkv

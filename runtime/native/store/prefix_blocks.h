@@ -2,9 +2,9 @@
 // and the rest.
 //
 // A llama.cpp state lists the rows of a tensor contiguously, tensor by tensor, in the order of the cells that hold the
-// tokens. A block is the rows of BLOCK_TOKENS tokens in all tensors, in the order of their positions: prompts share it
-// whatever cells held them. The name of a piece is a hash of its bytes and of the state's identity. A state without
-// recognized rows is one piece, the rest: it shares nothing and loses nothing.
+// tokens. A block is the rows of BLOCK_TOKENS tokens in all tensors, in the order of their positions, so that prompts share
+// it whatever cells held them. The name of a piece is a hash of its bytes and of the state's identity. A state without
+// recognized rows is one piece, which no other prompt shares.
 #pragma once
 
 #include "store_folder.h"
@@ -29,8 +29,8 @@ constexpr uint64_t MAX_TOKENS   = 1 << 20; // of a prompt
 constexpr uint64_t MAX_HEAD     = 16 << 20;
 constexpr uint64_t MAX_SPANS    = 1 << 22; // contiguous runs of rows in all tensors of a state
 
-// A head whose checksum or format is wrong. Only these heads are removed: a file that cannot be read now, or for which
-// memory is missing, may be sound.
+// A head whose checksum or format is wrong. Only these heads are removed, because a file that cannot be read now, or for
+// which memory is missing, may be sound.
 struct PrefixInvalid : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -56,8 +56,8 @@ struct Run {
 
 // The rows of a state.
 struct Rows {
-    std::vector<Region> regions; // empty: none recognized
-    std::vector<Run>    order;   // of all tokens, by position; empty: the rows are in this order
+    std::vector<Region> regions; // empty if none is recognized
+    std::vector<Run>    order;   // of all tokens, by position; empty if the rows are in this order
 };
 
 struct PieceRef {
@@ -137,8 +137,8 @@ Rows find_rows(const uint8_t * state, size_t size, uint64_t n);
 
 size_t common_prefix(const std::vector<int32_t> & tokens, const int32_t * other, size_t n);
 
-// Number of tokens that stay after a removal of tokens n .. n_held - 1: n if the tail has at most n_removable tokens
-// (-1: any number), else the tokens of the last checkpoint at or before n.
+// Number of tokens that stay after a removal of tokens n .. n_held - 1. It is n if the tail has at most n_removable tokens
+// (-1 for any number), else the tokens of the last checkpoint at or before n.
 template <typename Points>
 int64_t reach(int64_t n_held, int64_t n, const Points & points, int64_t n_removable) {
     if (n_removable < 0 || n_held - n <= n_removable) {

@@ -34,14 +34,14 @@ public:
         return pieces.count(piece) > 0;
     } // by a prompt that was not removed
 
-    const Candidate * next(); // the prompt to remove first; nullptr: none is left
+    const Candidate * next(); // the prompt to remove first, or nullptr if none is left
 
     // Removes the result of next(); returns the pieces that no other prompt has.
     std::vector<std::string> remove();
     // Keeps the result of next(), whose file cannot be removed; next() does not return it again.
     void keep();
 
-    int64_t oldest_use() const; // of all that next() may return; the largest number: none
+    int64_t oldest_use() const; // of all that next() may return, or the largest number
 
     uint64_t n_visits = 0; // of pieces
 

@@ -192,7 +192,7 @@ std::string PrefixIndex::removal_failure() {
     return std::exchange(failure, {});
 }
 
-// false: pieces without a prompt may belong to a head that this process does not know.
+// Whether every head is known; pieces without a prompt may belong to an unknown one.
 bool PrefixIndex::all_known(const Files & files, const StoredHeads & heads) const {
     return std::all_of(files.begin(), files.end(), [&](auto & file) {
         return !is_head(file.first) || heads.count(file.first.substr(0, file.first.size() - std::strlen(HEAD))) > 0;
@@ -354,8 +354,7 @@ void PrefixIndex::forget_beginnings(const PrefixHead & head, int64_t n_removable
     }
 }
 
-// Removes pieces that only unused prompts had, after every reader has finished: a conversation leaves some at every
-// turn.
+// Removes pieces that only unused prompts had, after every reader has finished. A conversation leaves some at every turn.
 void PrefixIndex::drop_unused(Files & files, const std::set<std::string> & named) {
     const int64_t now = StoreFolder::now();
     for (auto it = unused.begin(); it != unused.end();) {
@@ -474,9 +473,9 @@ private:
     size_t        n_heads = 0, n_gone = 0;
 };
 
-// Files of no known prompt: leftovers of killed processes, which go after an hour (a process may still use younger ones),
-// and prompts of other versions or beyond the index, which go when the folder is full, the longest unused first. If a
-// head is unknown, leftover pieces may belong to it; while a head cannot be read, nothing of unknown prompts is removed.
+// Files of no known prompt. Leftovers of killed processes are removed after an hour, because a process may still use younger
+// ones. Prompts of other versions or beyond the index are removed when the folder is full, the longest unused first. If a
+// head is unknown, leftover pieces may belong to it: while a head cannot be read, nothing of unknown prompts is removed.
 PrefixIndex::Unnamed PrefixIndex::unnamed(const Files & files, const StoredHeads & heads, const EvictionOrder & order,
                                           const Cut * spared) const {
     const int64_t now   = StoreFolder::now();
@@ -500,8 +499,8 @@ PrefixIndex::Unnamed PrefixIndex::unnamed(const Files & files, const StoredHeads
     return out;
 }
 
-// Removes files until n bytes fit, and leftovers of killed processes. false: they do not fit. If many more files have to
-// go, trim() removes the rest: then the folder has shrunk by n bytes at least.
+// Removes files until n bytes fit, and leftovers of killed processes. Returns false if they do not fit. If many more files
+// must be removed, trim() removes the rest, and the folder has shrunk by n bytes at least.
 bool PrefixIndex::make_room(Files & files, uint64_t n, const Cut * spared) {
     const StoredHeads                     heads = known_heads();
     std::vector<EvictionOrder::Candidate> candidates;

@@ -34,20 +34,20 @@ public:
         std::unordered_map<std::string, std::vector<Bytes>> pieces;
     };
 
-    // true: a stored prompt already serves these tokens as well; marks it as used. n_removable: as in reach().
+    // Whether a stored prompt already serves these tokens as well; marks it as used. n_removable is that of reach().
     bool has(const std::string & identity, const std::vector<int32_t> & tokens, int64_t n_removable);
 
-    // Writes the missing files. false: there is no room.
+    // Writes the missing files. Returns false if there is no room.
     bool add(const Cut & cut, int64_t n_removable);
 
-    // The heads of all prompts with this identity. wait: reads the folder if it has changed; else only if no other
+    // The heads of all prompts with this identity. Reads the folder if it has changed, but without `wait` only if no other
     // thread reads it now.
     std::vector<std::shared_ptr<const PrefixHead>> heads(const std::string & identity, bool wait = true);
 
     struct PieceRead {
         std::string       name;
         uint64_t          size;
-        uint8_t *         data; // destination: the spans `to` of it
+        uint8_t *         data; // whose spans `to` receive the bytes
         std::vector<Span> to;
     };
 
@@ -63,7 +63,7 @@ public:
     void trim();
     bool has_excess() const { return excess; } // trim() has more to remove
 
-    // Why a file could not be removed since the last call; "": none.
+    // Why a file could not be removed since the last call, or "".
     std::string removal_failure();
 
     struct Totals {
@@ -100,7 +100,7 @@ private:
     const StoreFolder folder;
     const uint64_t    max_bytes;
 
-    // One thread at a time reads the folder. Eviction does not lock this: no query waits for it.
+    // One thread at a time reads the folder. Eviction does not lock this, so that no query waits for it.
     std::mutex          scan_mutex; // locked before `mutex`; guards the next three
     int64_t             looked = 0, changed = 0;
     Files               listed;        // by the last query that read the folder

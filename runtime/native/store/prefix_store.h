@@ -4,9 +4,9 @@
 //   <content>.piece              a block of rows, the rest of a state, a checkpoint (prefix_blocks.h)
 //
 // Files never change. The store writes pieces before the head that names them, and checks every byte against its
-// address when it reads: a removed, truncated or changed file, or a killed writer, only costs an evaluation. It removes
-// such files, but none that it cannot read for another reason (access, memory, the disk). There is no lock and no index
-// on disk: the store reads every head once, when the folder's modification time shows new files.
+// address when it reads. A removed, truncated or changed file, or a killed writer, therefore only costs an evaluation. It
+// removes such files, but none that it cannot read for another reason (access, memory, the disk). There is no lock and no
+// index on disk: the store reads every head once, when the folder's modification time shows new files.
 #pragma once
 
 #include "prefix_blocks.h"
@@ -37,8 +37,8 @@ struct PrefixQuery {
     std::vector<int32_t> tokens;
     int64_t              n_held            = 0;  // leading tokens that the sequence already has
     int64_t              n_max             = 0;  // maximum tokens of a prompt
-    int64_t              n_removable       = -1; // the longest tail that can be removed without a checkpoint; -1: any
-    double               seconds_per_token = 0;  // evaluation time; 0: unknown
+    int64_t              n_removable       = -1; // longest tail that can be removed without a checkpoint, or -1 for any
+    double               seconds_per_token = 0;  // evaluation time, or 0 if it is unknown
     double               seconds           = 60; // timeout
     int64_t              n_moved           = -1; // as in subkv_store_query
 };
@@ -53,30 +53,30 @@ struct PrefixFound {
 // it logs a folder that is not readable once. If memory or files run out, it drops one prompt, or evaluates one.
 class PrefixStore {
 public:
-    // max_bytes: limit of all files together. Throws std::runtime_error if the folder cannot be used.
+    // All files together have at most max_bytes. Throws std::runtime_error if the folder cannot be used.
     PrefixStore(const std::string & folder, uint64_t max_bytes);
     ~PrefixStore(); // waits for pending writes, with a timeout
 
-    // Space for a prompt of n_bytes bytes. 1: now, 0: after pending writes, -1: never.
+    // As subkv_store_room.
     int room(uint64_t n_bytes) const;
 
-    // Stores a prompt in the background. false: the store dropped it. wait: blocks until the prompt fits.
+    // Stores a prompt in the background; `wait` blocks until it fits. Returns false if the store drops it.
     bool put(Prefix && prefix, bool wait);
 
-    // The prompt that saves the most evaluation of these tokens; nullptr: none.
+    // The prompt that saves the most evaluation of these tokens, or nullptr.
     std::unique_ptr<PrefixFound> get(const PrefixQuery & query);
 
     // The longest common prefix with any stored prompt.
     int64_t common(const std::string & identity, const std::vector<int32_t> & tokens) const;
 
-    // Does not return a prompt that the cache rejected, until it is stored again. Its bytes are those that were stored,
-    // so its files stay: the cache may lack memory or cells.
+    // The cache rejected this prompt, which get() does not return until it is stored again. Its bytes are those that were
+    // stored, so its files stay: the cache may lack memory or cells.
     void reject(const std::string & name);
 
-    // Waits until all writes are complete. false: timeout.
+    // Waits until all writes are complete. Returns false if they are not after these seconds.
     bool flush(double seconds);
 
-    // The line that the store has logged about a failure; "": none since the last call.
+    // The line that the store has logged about a failure, or "" if there was none since the last call.
     std::string failure() const;
 
     subkv_store_stats stats() const;

@@ -32,14 +32,14 @@ public:
 
     static int64_t now(); // on the clock of StoredFile::used
 
-    // Time of the last creation or removal of a file; 0: no folder. Throws std::system_error.
+    // Time of the last creation or removal of a file, or 0 without a folder. Throws std::system_error.
     int64_t changed() const;
 
     using Files = std::map<std::string, StoredFile>; // by name
 
-    // Regular files, at most `most`; none if there is no folder. Asks the system for names only where `earlier`, an earlier
-    // result, has a file that `is_same` accepts, because it never changes: its `used` is then outdated. Throws
-    // std::system_error.
+    // Regular files, at most `most`; none if there is no folder. Where `earlier`, an earlier result, has a file that
+    // `is_same` accepts because it never changes, the system is not asked for more than its name, and `used` is outdated.
+    // Throws std::system_error.
     Files list(size_t most, Files earlier = {}, bool (*is_same)(const std::string & name) = nullptr) const;
 
     struct MutableBytes {
@@ -47,8 +47,8 @@ public:
         size_t    size;
     };
 
-    // Reads a regular file of `size` bytes into `parts`, whose sizes add up to `size`. false: no such file of this
-    // size, or another user's. Throws std::system_error if it cannot be read.
+    // Reads a regular file of `size` bytes into `parts`, whose sizes add up to `size`. Returns false without a file of this
+    // size, and if it is another user's. Throws std::system_error if it cannot be read.
     bool read(const std::string & name, uint64_t size, const std::vector<MutableBytes> & parts) const;
 
     // Throws std::system_error and then leaves no part of the file.
@@ -58,7 +58,7 @@ public:
     void mark(const std::string & name) const;   // sets `used` to now; ignores failures
     void remove(const std::string & name) const; // throws std::system_error if the file still exists
 
-    // The final name of a temporary file of write(); "": not a temporary file.
+    // The final name of a temporary file of write(), or "" for another file.
     static std::string of_temporary(const std::string & name);
 
 private:
