@@ -102,7 +102,7 @@ def main(
     output: Path,
 ) -> None:
     """Measure decode speed with 1 to all cores, f16 beside a coded cache, in models with random weights."""
-    from research.bandwidth import read_bandwidth
+    from research.machine_speed import read_bandwidth
     from research.shapes import SHAPES as SIZES
     from subkv.base.files import atomic_file, check_writable
 

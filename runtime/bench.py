@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from subkv.engine.cache import CacheChoice
     from subkv.engine.context import Context, ContextOptions
     from subkv.engine.model import Model
+    from subkv.native.core_speed import CoreSpeed
 
 Tokens = Callable[[int], Any]  # n random tokens, as in llama-bench
 WARM_UP = 2  # tokens
@@ -52,10 +53,11 @@ class Tests:
 
 @dataclass
 class Measurement:
-    """Times of one test (n_prompt or n_gen tokens at a depth) of one cache."""
+    """Times of one test (n_prompt or n_gen tokens at a depth) of one cache. core: measured before this depth."""
 
     cache: str
     context: Context
+    core: CoreSpeed
     n_prompt: int
     n_gen: int
     n_depth: int
@@ -69,8 +71,9 @@ class Measurement:
         speeds = [1e9 * (self.n_prompt + self.n_gen * self.n_parallel) / ns for ns in self.samples_ns]
         return {
             "test": f"{kind} @ d{self.n_depth}" if self.n_depth else kind,
-            **{name: value for name, value in vars(self).items() if name != "context"},
+            **{name: value for name, value in vars(self).items() if name not in ("context", "core")},
             **options.cache_members(self.context),
+            **self.core._asdict(),
             "n_runs": len(speeds),
             "avg_ts": statistics.fmean(speeds),
             "median_ts": statistics.median(speeds),
@@ -133,6 +136,7 @@ def fill(context: Context, tokens: Tokens, depth: int, n_parallel: int) -> None:
 def measure(contexts: list[tuple[str, Context]], tokens: Tokens, tests: Tests, done: list[Measurement]) -> None:
     """Run all tests and append the measurements to `done`."""
     from subkv.native.binding import captured_log  # native libraries: not for a --help
+    from subkv.native.core_speed import core_speed
 
     for _, context in contexts:  # page in the weights, build the graphs
         prompt(context, tokens, 0, WARM_UP)
@@ -140,7 +144,8 @@ def measure(contexts: list[tuple[str, Context]], tokens: Tokens, tests: Tests, d
         context.clear()
     kinds = [(n, 0) for n in tests.prompts if n] + [(0, n) for n in tests.gens if n]
     for depth in sorted(set(tests.depths)):
-        rows = [[Measurement(*named, *kind, depth, tests.n_parallel) for named in contexts] for kind in kinds]
+        core = core_speed()
+        rows = [[Measurement(*named, core, *kind, depth, tests.n_parallel) for named in contexts] for kind in kinds]
         done += itertools.chain(*rows)
         with progress_bar(f"depth {depth}", tests.repetitions * len(rows) * len(contexts), "run") as bar:
             for name, context in contexts:
@@ -208,7 +213,12 @@ def main(tests: Tests, flash_attn: list[str], compared: options.Comparison, cont
             raise SubkvError("type_k", "expected a cache that runs with the given -fa, found none")
 
         def show() -> None:
-            compared.show([m.result() for m in done if m.samples_ns], TITLES, CELLS)
+            measured = [m for m in done if m.samples_ns]
+            for depth, core in {m.n_depth: m.core for m in measured}.items():
+                options.note(
+                    f"depth {depth}: {core.clock_ghz:.2f} GHz, {core.additions_per_cycle:.1f} additions per cycle"
+                )
+            compared.show([m.result() for m in measured], TITLES, CELLS)
 
         try:
             measure(contexts, random_tokens(model), tests, done)

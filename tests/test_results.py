@@ -44,7 +44,8 @@ def test_result_is_whole(name: str) -> None:
         assert {key for key, kind in render.FIELDS.items() if not isinstance(found[key], kind)} == set()
         assert found["name"] == name and not found["quick"]
         assert re.fullmatch("[0-9a-f]{40}", found["commit"]) and not found["dirty"]
-        assert set(found["machine"]) - {"features"} == {"cpu", "cores", "kernel", "memory_gib", "read_bandwidth_gbs"}
+        later = {"features", "clock_ghz", "additions_per_cycle"}
+        assert set(found["machine"]) - later == {"cpu", "cores", "kernel", "memory_gib", "read_bandwidth_gbs"}
         assert found["rows"] or found["skipped"]
 
 
@@ -169,6 +170,13 @@ def test_ratios_are_to_the_best_stock_cache() -> None:
     assert lines[-1].endswith("| **100.0 ± 1.0** | **60.0 ± 1.0** | 3.00 |")
     numbers = TABLES["speed_decode"].numbers(SPEED["rows"])
     assert numbers["best_stock_8000"] == numbers["f16_8000"] == "3.0" and numbers["kept_8000"] == "60"
+
+
+def test_additions_per_cycle_stand_beside_speeds() -> None:
+    rows = [{**row, "clock_ghz": 3.2, "additions_per_cycle": row["median_ts"] / 25} for row in SPEED["rows"]]
+    page = " ".join(render.page(TABLES["speed_decode"], [{**SPEED, "rows": rows}]).split())
+    assert "read bandwidth 10.0 GB/s, 3.2 GHz, 0.8 to 4.0 additions per cycle" in page
+    assert "additions" not in render.page(TABLES["speed_decode"], [SPEED])
 
 
 def test_marks_are_filled_and_stay() -> None:

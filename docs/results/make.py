@@ -302,10 +302,9 @@ def versions() -> dict[str, str]:
 
 
 def machine(lab: Lab) -> dict[str, Any]:
-    """Processor, cores, memory, read bandwidth; kernels from a short bench."""
+    """Processor, cores, memory, read bandwidth, core; kernels from a short bench."""
     lab.sidecar("4.5")
     row = lab.json(*BENCH, *MODEL, "-ctk", "subkv", "-p", "0", "-n", "1", "-r", "1")[0]
-    bandwidth = lab.json("python", "-m", "research.bandwidth", "-t", "2")["read_bandwidth_gbs"]
     lines = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = [line.split(":", 1)[1].strip() for line in lines.splitlines() if line.startswith("model name")]
     return {
@@ -314,7 +313,9 @@ def machine(lab: Lab) -> dict[str, Any]:
         "kernel": row["kernel"],
         "features": " ".join(name for name in FEATURES if re.search(rf"^flags\b.*\b{name}\b", lines, re.M)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "read_bandwidth_gbs": round(bandwidth, 1),
+        **{
+            key: round(value, 2) for key, value in lab.json("python", "-m", "research.machine_speed", "-t", "2").items()
+        },
     }
 
 

@@ -144,6 +144,15 @@ def block(table: Any, results: Sequence[Result], folder: str) -> str:
     return f"{_body(table, results)}\n\n{wrapped(line)}"
 
 
+def _core(result: Result) -> str:
+    """Clock and additions per cycle beside the speeds. A core that another machine shares has fewer additions."""
+    cores = [row for row in (result["machine"], *result["rows"]) if "additions_per_cycle" in row]
+    if not cores:
+        return ""
+    additions = sorted(row["additions_per_cycle"] for row in cores)
+    return f", {cores[0]['clock_ghz']:.1f} GHz, {additions[0]:.1f} to {additions[-1]:.1f} additions per cycle"
+
+
 def _facts(result: Result) -> list[str]:
     machine = result["machine"]
     changed = ", with uncommitted changes" if result["dirty"] else ""
@@ -154,6 +163,7 @@ def _facts(result: Result) -> list[str]:
         + ("" if others is None else f", {others:.1f} cores busy with other work"),
         f"machine: {_machine(result)}, {machine['memory_gib']:.1f} GiB of memory, "
         f"read bandwidth {machine['read_bandwidth_gbs']:.1f} GB/s"
+        + _core(result)
         + (f"; {machine['features']}" if "features" in machine else ""),
         "versions: " + ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
     ]

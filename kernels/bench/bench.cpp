@@ -10,6 +10,7 @@
 //
 // On a processor with AVX-VNNI (avx_vnni in /proc/cpuinfo: Alder Lake, Sapphire Rapids and Zen 5, and later ones),
 // `kernel-bench 500 attend` times it in the column "avx2vnni", beside "avx2".
+#include "subkv/core_speed.h"
 #include "subkv/ops.h"
 
 #include <algorithm>
@@ -359,8 +360,10 @@ public:
 
     // name: part of a figure's name, or nullptr: all. budget: seconds per figure.
     void print(const char * name, double budget) const {
-        std::printf("read bandwidth of one thread: %.1f GB/s\n\n%-48s%18s", read_bandwidth(), "ns (GB/s of codes)",
-                    "read");
+        const CoreSpeed core = core_speed();
+        std::printf("read bandwidth of one thread: %.1f GB/s; core: %.2f GHz, %.1f additions per cycle\n\n",
+                    read_bandwidth(), core.clock_ghz, core.additions_per_cycle);
+        std::printf("%-48s%18s", "ns (GB/s of codes)", "read");
         for (const Ops * ops : versions()) {
             std::printf("%18s", ops->name);
         }

@@ -31,7 +31,7 @@ from subkv.format.adapt import Adapt
 from subkv.native.library import Signatures, declare, last_error, load
 
 _HEAD = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_bool, ctypes.c_int32]  # of a context and sequence
-SIGNATURES: Signatures = {  # of runtime/native/include/subkv_research.h
+SIGNATURES: Signatures = {  # of runtime/native/capi/subkv_research.h
     "subkv_read_rows": (ctypes.c_int64, [*_HEAD, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]),
 }
 SKETCH: Signatures = {  # of runtime/native/include/subkv_adapt.h

@@ -29,7 +29,7 @@ from subkv.plan.predict import reconstructed
 
 _ptr, _i32, _i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
-PROJECT: _lib.Signatures = {  # of runtime/native/include/subkv_research.h
+PROJECT: _lib.Signatures = {  # of runtime/native/capi/subkv_research.h
     "subkv_layout_project": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, _ptr, _i64, _ptr])
 }
 REPLAY: _lib.Signatures = {  # of runtime/native/include/subkv_adapt.h

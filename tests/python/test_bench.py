@@ -28,7 +28,10 @@ LLAMA_BENCH = {
     *("type_k", "type_v", "flash_attn", "n_prompt", "n_gen", "n_depth"),
     *("avg_ts", "stddev_ts", "samples_ns", "samples_ts"),
 }
-OURS = {"cache", "n_parallel", "n_runs", "kv_bytes_per_token", "n_zero_rows", "bpe", "kernel", "median_ts"}
+OURS = {
+    *("cache", "n_parallel", "n_runs", "kv_bytes_per_token", "n_zero_rows", "bpe", "kernel", "median_ts"),
+    *("clock_ghz", "additions_per_cycle"),
+}
 
 
 def run(*arguments: Any) -> Result:
@@ -52,6 +55,7 @@ def test_json(tiny_model: Models, coded_model: Models) -> None:
     assert len(tests) == len(objects)
     for o in objects:
         assert o.keys() >= LLAMA_BENCH | OURS
+        assert 0.1 < o["clock_ghz"] < 10 and 0.5 < o["additions_per_cycle"] < 10
         assert len(o["samples_ns"]) == len(o["samples_ts"]) == 3
         n = o["n_prompt"] + o["n_gen"]
         assert o["samples_ts"] == pytest.approx([1e9 * n / ns for ns in o["samples_ns"]])

@@ -1,5 +1,6 @@
-// capi_ops.cpp: kernels for tests (subkv_test.h).
+// capi_ops.cpp: kernels for tests (subkv_test.h), and the speed of a core (subkv_research.h).
 #include "error.h"
+#include "subkv/core_speed.h"
 #include "subkv/ops.h"
 #include "subkv/trellis.h"
 #include "subkv_test.h"
@@ -17,6 +18,12 @@ static const Ops & version_at(const char * function, int32_t i) {
 }
 
 extern "C" {
+
+void subkv_core_speed(double seconds, double * clock_ghz, double * additions_per_cycle) {
+    const CoreSpeed found = core_speed(seconds);
+    *clock_ghz            = found.clock_ghz;
+    *additions_per_cycle  = found.additions_per_cycle;
+}
 
 int32_t subkv_ops_count(void) {
     int32_t n = 0;

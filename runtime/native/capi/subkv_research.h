@@ -1,5 +1,5 @@
-// subkv_research.h: the C interface for experiments (research/experiments, converter/trellis.py). Not installed; it may
-// change without notice.
+// subkv_research.h: the C interface for experiments (research/experiments, converter/trellis.py) and `subkv bench`. Not
+// installed; it may change without notice.
 #pragma once
 
 #include "subkv.h"
@@ -28,6 +28,13 @@ SUBKV_API int64_t subkv_read_rows(struct llama_context * ctx, int32_t il, int32_
 // the rank, or -1.
 SUBKV_API int64_t subkv_layout_project(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value,
                                        const float * x, int64_t n, float * c);
+
+//
+// speed of this machine
+//
+
+// How much of a core the calling thread gets (kernels/include/subkv/core_speed.h). Takes `seconds`.
+SUBKV_API void subkv_core_speed(double seconds, double * clock_ghz, double * additions_per_cycle);
 
 #ifdef __cplusplus
 }

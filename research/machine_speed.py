@@ -1,6 +1,7 @@
-"""The machine's read bandwidth, the limit of decoding at depth.
+"""The machine's read bandwidth, the limit of decoding at depth, and how much of a core a thread gets.
 
-python -m research.bandwidth -t 2        # {"read_bandwidth_gbs": 31.2}
+python -m research.machine_speed -t 2
+    {"read_bandwidth_gbs": 31.2, "clock_ghz": 3.6, "additions_per_cycle": 3.9}
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from runtime import options
 from subkv.base.command import command
 from subkv.base.threads import default_threads
+from subkv.native.core_speed import core_speed
 
 
 def read_bandwidth(n_threads: int, mib: int = 512, repetitions: int = 5) -> float:
@@ -33,8 +35,9 @@ def read_bandwidth(n_threads: int, mib: int = 512, repetitions: int = 5) -> floa
 @command()
 @options.threads_option
 def main(n_threads: int | None) -> None:
-    """Print the read bandwidth in GB/s as JSON."""
-    click.echo(json.dumps({"read_bandwidth_gbs": read_bandwidth(default_threads(n_threads))}))
+    """Print the read bandwidth in GB/s and the speed of a core as JSON."""
+    core = core_speed()
+    click.echo(json.dumps({"read_bandwidth_gbs": read_bandwidth(default_threads(n_threads)), **core._asdict()}))
 
 
 if __name__ == "__main__":
