@@ -36,7 +36,7 @@ print(f"its ggml{misfit}" if misfit else "")
 class Door:
     """The way by which a program gets the coded cache."""
 
-    plugin: Path | None  # the file of the plug-in; None: the program uses our libllama
+    plugin: Path | None  # the file of the plug-in, or None if the program uses our libllama
     why: str  # what the user reads behind the program's name
     by_name: bool = False  # its ggml has a CPU backend inside, so libllama loads the plug-in only for --device
     gpu: bool = False  # a GPU's backend is inside as well

@@ -104,7 +104,7 @@ struct AttendArgs {
     const float *     bias;  // [n_tok][bias_stride], first n_cells of each row used
     int64_t           bias_stride;
     const float *     slope;   // [n_group]
-    float             softcap; // 0: none
+    float             softcap; // 0 if there is none
     float *           m;       // [n_tok*n_group]                in/out
     float *           z;       // [n_tok*n_group]                in/out
     float *           acc;     // [n_tok*n_group][acc_stride]    in/out, first v->rank of each row used

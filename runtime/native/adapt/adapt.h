@@ -122,7 +122,7 @@ private:
     void             absorb(const float * space, int64_t n);          // rows [n][rank], the sketch's next ones
     const uint64_t * sketch(std::vector<uint64_t> & of_window) const; // of a trial now; of_window: room for it
     SketchParams     sketch_params() const;
-    bool             complete() const; // true: no more chunks will open, the sketch is freed
+    bool             complete() const; // true if no more chunks will open, the sketch is freed
 
     const Ops &       ops_;
     const HeadCodec & codec_;

@@ -25,8 +25,8 @@ constexpr const char * KINDS[] = { "covariance", "fd", "oja" };
 
 struct Field {
     const char * name;
-    int32_t subkv_adapt_params::* whole;  // nullptr: a fraction
-    float subkv_adapt_params::* fraction; // nullptr: a whole number
+    int32_t subkv_adapt_params::* whole;  // nullptr for a fraction
+    float subkv_adapt_params::* fraction; // nullptr for a whole number
 };
 
 constexpr Field FIELDS[] = {

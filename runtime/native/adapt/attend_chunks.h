@@ -38,7 +38,7 @@ private:
     const float * queries(const AttendArgs & args, int32_t slot);
     Sums &        sums(const AttendArgs & args, int32_t slot);
 
-    const ChunkUnit *    k_unit_ = nullptr; // nullptr: the side does not adapt
+    const ChunkUnit *    k_unit_ = nullptr; // nullptr if the side does not adapt
     const ChunkUnit *    v_unit_ = nullptr;
     size_t               n_sums_ = 0, n_queries_ = 0; // in use; the vectors keep the memory of the rest
     std::vector<Sums>    sums_;

@@ -45,7 +45,7 @@ public:
     ChunkedLayer(const LayerCodec & codec, const ChunkRequest & request, uint32_t n_stream);
 
     bool covers(bool value) const { return value ? request_.v : request_.k; } // this side adapts
-    // nullptr: this side does not adapt
+    // Returns nullptr if this side does not adapt
     ChunkUnit * unit(uint32_t stream, int64_t head, bool value) const;
     // offset of the head's chunk byte in a cell's row
     int64_t chunk_offset(int64_t head, bool value) const {
@@ -92,7 +92,7 @@ public:
     };
 
     Total total() const;
-    // Adds the statistics of a head and side over all streams; false: it does not adapt.
+    // Adds the statistics of a head and side over all streams; false if it does not adapt.
     bool stats(int32_t il, int64_t head, bool value, subkv_adapt_stats & sum) const;
 
     void state_write(StateWriter & w, uint32_t stream) const;

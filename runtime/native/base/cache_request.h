@@ -19,7 +19,7 @@ struct CacheRequest {
     std::string                     model;
     std::string                     type, type_k, type_v;
     std::string                     bases;
-    float                           bits    = 0.0f; // 0: not asked
+    float                           bits    = 0.0f; // 0 if it is not asked
     bool                            memory  = false;
     bool                            sidecar = true;
     bool                            derive  = true;

@@ -90,7 +90,7 @@ template <typename T, typename F> T guarded(const char * subject, T failed, F bo
     return failed;
 }
 
-// The same for a body without a result. false: the error is set.
+// The same for a body without a result. Returns false if the error is set.
 template <typename F> bool guarded(const char * subject, F body) noexcept {
     return guarded(subject, false, [&] {
         body();

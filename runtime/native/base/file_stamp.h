@@ -27,7 +27,7 @@ struct FileStamp {
     }
 };
 
-// false: the system cannot tell.
+// Returns false if the system cannot tell.
 inline bool stamp_of(int file, FileStamp & stamp) {
 #if defined(_WIN32)
     struct _stat64 status;
@@ -54,7 +54,7 @@ inline bool stamp_of(int file, FileStamp & stamp) {
 
 // A model as it was loaded.
 struct LoadedModel {
-    std::string            path;  // of its first file; "": it comes from memory or a stream
+    std::string            path;  // of its first file, or "" if it comes from memory or a stream
     std::vector<FileStamp> files; // of all its files, in order
 };
 

@@ -32,7 +32,7 @@ inline std::string decimals(double x, int n) {
     return out.str();
 }
 
-// Reads a number from the beginning of a text. false: there is none.
+// Reads a number from the beginning of a text. Returns false if there is none.
 inline bool read_number(std::istringstream & in, float & x) {
     in.imbue(std::locale::classic());
     return (bool) (in >> x);

@@ -9,7 +9,7 @@
 
 namespace subkv {
 
-// Bytes of the UTF-8 character at `i`, and its code; 0: the bytes there are none.
+// Bytes of the UTF-8 character at `i`, and its code, or 0 if the bytes there are none.
 inline size_t utf8_at(std::string_view s, size_t i, uint32_t & code) {
     const uint8_t c = (uint8_t) s[i];
     const int     n = c < 0x80 ? 0 : (c & 0xe0) == 0xc0 ? 1 : (c & 0xf0) == 0xe0 ? 2 : (c & 0xf8) == 0xf0 ? 3 : -1;

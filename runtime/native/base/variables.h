@@ -38,7 +38,7 @@ inline float parse_budget(const std::string & text) {
     return plain && read_number(text, value) && value > 0.0f && value <= MAX_BUDGET ? value : 0.0f;
 }
 
-// SUBKV_BITS: bits per K/V element of coded caches; 0: unset. Throws Invalid.
+// SUBKV_BITS: bits per K/V element of coded caches, or 0 if it is unset. Throws Invalid.
 inline float budget_of_environment() {
     const char *      value  = std::getenv("SUBKV_BITS");
     const std::string text   = value ? value : "";
@@ -55,7 +55,7 @@ inline bool moved_of_environment() {
     return number_of("SUBKV_STORE_MOVED", 0, 1, 0) == 1;
 }
 
-// SUBKV_STORE: the folder where a server stores prompts; nullptr: none.
+// SUBKV_STORE: the folder where a server stores prompts, or nullptr if there is none.
 inline const char * prompt_folder() {
     const char * folder = std::getenv("SUBKV_STORE");
     return folder && *folder ? folder : nullptr;

@@ -24,8 +24,8 @@ extern const char * const DERIVED_GENERATOR;
 // The layers of a model that would have bases, ascending. Throws Invalid if there is none.
 std::vector<int> derivable_layers(const std::string & model);
 
-// Whether a layer has a sliding window, as the model's host knows; nullptr: none has. It is only asked about models whose
-// file has a sliding window.
+// Whether a layer has a sliding window, as the model's host knows, or nullptr if none has. It is only asked about
+// models whose file has a sliding window.
 using Slides = std::function<bool(int32_t il)>;
 
 // Bases of the model in this file, in memory. content: the model's, "": not known yet. budget: bits per element; 0:

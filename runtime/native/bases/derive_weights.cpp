@@ -84,7 +84,8 @@ int64_t dot(const int16_t * a, const int16_t * b, int64_t n) {
     return total;
 }
 
-// The rows of a matrix that compute a layer's queries or keys, from `first` on. bias: of these rows; empty: none.
+// The rows of a matrix that compute a layer's queries or keys, from `first` on. bias: of these rows, or empty if there
+// is none.
 struct Side {
     WeightMatrix matrix;
     int64_t      first = 0, count = 0;

@@ -353,7 +353,7 @@ private:
     const BasesSearch & asked;
     const std::string & model;
     std::string         known_content;
-    std::string         no_store; // why the cache folder cannot be read; "": it can be
+    std::string         no_store; // why the cache folder cannot be read, or "" if it can be
     FoundBases          found;
 };
 

@@ -14,9 +14,9 @@ namespace subkv {
 
 // The places in which bases are searched, in the order of SUBKV_BASES_NAMED and so on.
 struct BasesSearch {
-    std::string model;  // "": unknown
-    std::string named;  // the user's file, which alone counts; "": none
-    float       budget; // bits per element; 0: the file's default, or derived_budget()
+    std::string model;  // "" if it is unknown
+    std::string named;  // the user's file, which alone counts, or "" if there is none
+    float       budget; // bits per element, or 0 for the file's default, or derived_budget()
     bool        sidecar;
     bool        derive;
     Slides      slides;
@@ -24,8 +24,8 @@ struct BasesSearch {
 
 struct FoundBases {
     int32_t                       source = SUBKV_BASES_NONE;
-    std::string                   path;   // of the file; "": none
-    std::shared_ptr<const Layout> layout; // nullptr: none, or it cannot be used
+    std::string                   path;   // of the file, or "" if there is none
+    std::shared_ptr<const Layout> layout; // nullptr if there is none, or it cannot be used
     float                         budget_default = 0.0f;
     std::string                   words;                        // source and size of usable bases, for the user
     Error                         error = { SUBKV_ERROR_NONE }; // why there are none, or those found cannot be used

@@ -8,7 +8,7 @@ namespace subkv {
 
 namespace {
 
-using Signs = std::vector<int8_t>; // [n][n]; empty: no construction has this order
+using Signs = std::vector<int8_t>; // [n][n], or empty if no construction has this order
 
 bool is_prime(int n) {
     for (int i = 2; i * i <= n; ++i) {

@@ -62,7 +62,7 @@ void store_matrices(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t>
 // Parses and validates a layout (FORMAT.md §2). key: of the text. Throws Invalid with the place of a defect.
 std::vector<LayerSpec> parse_layout(std::string_view text, int block_count, const std::string & key = "subkv.layout");
 
-// The mean of one head's keys, subtracted before coding; empty: zeros. HeadCodec::offset points to `offset`.
+// The mean of one head's keys, subtracted before coding, or empty for zeros. HeadCodec::offset points to `offset`.
 struct KeyCentre {
     std::vector<uint16_t> mean;   // [d_k] IEEE half
     std::vector<float>    offset; // [rank] E mean
@@ -89,7 +89,7 @@ struct LayerCodec {
 };
 
 // A plan of a file (FORMAT.md §3.3). budget, bpe: bits per element, requested and counted. predicted: KLD in nats per
-// token; 0: unknown.
+// token, or 0 if it is unknown.
 struct PlanFacts {
     float budget = 0.0f, bpe = 0.0f, predicted = 0.0f;
 };
@@ -105,8 +105,9 @@ struct Layout {
     float       bpe         = 0.0f; // bits per element, everything counted, at a context of bpe_context
     float       bpe_rows    = 0.0f; // coefficient rows alone
     uint32_t    bpe_context = 0;
-    float       budget      = 0.0f;                      // bits per element that the user names to get this layout
-    float       predicted = 0.0f, predicted_q8_0 = 0.0f; // KLD in nats per token of this layout, of q8_0; 0: unknown
+    float       budget      = 0.0f; // bits per element that the user names to get this layout
+    // KLD in nats per token of this layout, of q8_0, or 0 if it is unknown
+    float       predicted = 0.0f, predicted_q8_0 = 0.0f;
     std::string gamma;
     std::string basis_k;
     std::string basis_v;
@@ -115,7 +116,7 @@ struct Layout {
     uint64_t    calibration_tokens = 0;
     std::string calibration_text;
     std::string generator;
-    std::string adapt; // default of the user's option; "": none
+    std::string adapt; // default of the user's option, or "" if there is none
 
     std::string            path;  // of the file; "": derived from the weights
     std::vector<PlanFacts> plans; // for other budgets than that of subkv.layout
@@ -125,7 +126,7 @@ struct Layout {
     size_t                  bytes_bases     = 0; // E, D, means and offsets of all heads in memory
     size_t                  bytes_per_token = 0; // coefficient rows of one cell, all coded layers
 
-    // nullptr: the layer keeps an ordinary cache.
+    // Returns nullptr if the layer keeps an ordinary cache.
     const LayerCodec * layer(int il) const;
 
     // Owns the memory of HeadCodec::encode and ::decode; every matrix starts on a 64-byte boundary.
@@ -136,8 +137,8 @@ struct Layout {
     std::unique_ptr<uint16_t[], AlignedDelete> matrices;
 };
 
-// budget: bits per element; 0: those of subkv.layout. Throws Invalid with the key of a defect, the expected and the actual
-// value, or of SUBKV_ERROR_BUDGET with the budgets that the file has plans for.
+// budget: bits per element, or 0 for those of subkv.layout. Throws Invalid with the key of a defect, the expected and
+// the actual value, or of SUBKV_ERROR_BUDGET with the budgets that the file has plans for.
 std::shared_ptr<const Layout> load_layout(const char * path, float budget = 0.0f);
 
 // Writes the bytes that a layer's subkv.blk.N.basis has after decoding (FORMAT.md §3); called for every layer in order.
@@ -147,10 +148,10 @@ using BasisBytes = std::function<void(const LayerSpec &, uint8_t *)>;
 std::shared_ptr<const Layout> make_layout(const std::shared_ptr<Layout> & header, const std::vector<LayerSpec> & specs,
                                           const BasisBytes & bases);
 
-// The budget of the file's layout with this fingerprint; 0: none.
+// The budget of the file's layout with this fingerprint, or 0 if there is none.
 float budget_of_fingerprint(const Layout & layout, const std::string & fingerprint);
 
-// true: the GGUF has subkv.* keys. Throws Invalid if it is not a readable GGUF.
+// Returns true if the GGUF has subkv.* keys. Throws Invalid if it is not a readable GGUF.
 bool layout_present(const char * path);
 
 // The subkv.layout string in canonical form (no spaces, members in FORMAT.md's order): part of the fingerprint.

@@ -43,7 +43,7 @@ std::vector<float> project_mean(const HeadCodec & head, const std::vector<uint16
     return offset;
 }
 
-// true: a band's rows of E and D are zero in elements [j0, j1).
+// Returns true if a band's rows of E and D are zero in elements [j0, j1).
 static bool silent(const HeadCodec & keys, const Band & band, int j0, int j1) {
     for (const uint16_t * m : { keys.encode.halves, keys.decode.halves }) {
         for (int i = band.first; i < band.first + band.n; ++i) {
@@ -88,7 +88,7 @@ HeadCodec latent_values(const std::string & key, const HeadCodec & keys, int d_v
     return values;
 }
 
-// Converts a row [d] to bytes times a half; false: the row has no such form.
+// Converts a row [d] to bytes times a half; false if the row has no such form.
 static bool as_bytes(const uint16_t * row, int64_t d, int8_t * bytes, uint16_t & step) {
     float largest = 0.0f;
     for (int64_t j = 0; j < d; ++j) {

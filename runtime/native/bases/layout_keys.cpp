@@ -47,7 +47,7 @@ void add_text(Sha256 & sha, std::string_view text) {
     sha.update(text.data(), text.size());
 }
 
-// Bytes of a value; 0: a string or an array.
+// Bytes of a value, or 0 for a string or an array.
 size_t scalar_bytes(gguf_type type) {
     switch (type) {
         case GGUF_TYPE_UINT8:

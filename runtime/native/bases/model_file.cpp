@@ -51,7 +51,7 @@ std::vector<uint8_t> shared_metadata(const gguf_context * ctx) {
     return bytes;
 }
 
-// true: `text` ends with `tail`. digits: a 0 of `tail` matches any digit.
+// Returns true if `text` ends with `tail`. digits: a 0 of `tail` matches any digit.
 bool ends(const std::string & text, const std::string & tail, bool digits) {
     const auto same = [&](char of_tail, char c) {
         return digits && of_tail == '0' ? c >= '0' && c <= '9' : of_tail == c;

@@ -44,8 +44,8 @@ private:
     bool   any_ = false;
 };
 
-// The digest of a model's file for bases whose first and last coded layers are these; "": it has none of the weights.
-// Throws as model_content.
+// The digest of a model's file for bases whose first and last coded layers are these, or "" if it has none of the
+// weights. Throws as model_content.
 std::string model_weights(const std::string & path, int first_layer, int last_layer);
 
 // All files of a model in order; `path`: the first one, opened as `first`. Throws Invalid.

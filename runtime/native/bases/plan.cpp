@@ -142,7 +142,7 @@ void mix_rows(double * rows, size_t n, size_t d) {
     }
 }
 
-// m [n][n] becomes the transpose of its inverse (Gauss-Jordan in place). false: it has none.
+// m [n][n] becomes the transpose of its inverse (Gauss-Jordan in place). Returns false if it has none.
 bool invert(Doubles & m, size_t n) {
     std::vector<size_t> pivots(n);
     for (size_t k = 0; k < n; ++k) {

@@ -54,7 +54,7 @@ bool is_file(const std::string & path) {
 //
 
 struct Types {
-    std::string both, k, v; // "": not asked
+    std::string both, k, v; // "" if it is not asked
 
     bool asked() const { return !both.empty() || !k.empty() || !v.empty(); }
 
@@ -174,7 +174,7 @@ void check_ordinary(const CacheChoice & choice, const CacheRequest & asked) {
 // window
 //
 
-// variable: its number stands for one that is not asked; nullptr: no variable does.
+// variable: its number stands for one that is not asked, or nullptr if no variable does.
 int32_t tokens(int32_t asked, const char * field, const char * variable, int32_t most, int32_t otherwise) {
     if (asked > most) {
         refuse_field(field, "expected 0 to " + std::to_string(most) + " tokens, found " + std::to_string(asked));

@@ -18,7 +18,7 @@ struct CacheChoice {
     bool                          automatic = false;
     int32_t                       source    = SUBKV_BASES_NONE;
     std::string                   path;
-    std::shared_ptr<const Layout> layout; // nullptr: an ordinary cache
+    std::shared_ptr<const Layout> layout; // nullptr for an ordinary cache
     float                         bits = 0.0f, bits_default = 0.0f;
     int32_t                       n_sink = 0, n_recent = 0, n_rollback = 0;
     std::string                   adapt;

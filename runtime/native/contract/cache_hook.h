@@ -37,10 +37,10 @@ struct CacheFacts {
         bool   observed = false;
     };
 
-    bool    coded      = false; // false: no layer has coefficients, an observer reads the rows
+    bool    coded      = false; // false if no layer has coefficients, an observer reads the rows
     bool    shifts     = true;  // positions may move
     bool    moves      = false; // rows may be appended at other positions (SUBKV_STORE_MOVED)
-    int32_t n_rollback = -1;    // number of last tokens that a sequence of any length can remove; -1: all
+    int32_t n_rollback = -1;    // number of last tokens that a sequence of any length can remove, or -1 for all
     int64_t n_slots    = 0;     // of the exact window
 
     StateIdentity identity; // of states: the layout and the window
@@ -57,7 +57,7 @@ struct RowSizes {
     size_t   coded = 0, ordinary = 0;                 // bytes of K and V as allocated
     size_t   ordinary_f16 = 0;                        // of the ordinary layers in f16
     uint32_t n_coded = 0, n_sliding = 0, n_other = 0; // layers with own rows; other: ordinary ones that do not slide
-    uint32_t n_swa = 0;                               // tokens of the sliding layers' window; 0: they hold all cells
+    uint32_t n_swa = 0; // tokens of the sliding layers' window, or 0 if they hold all cells
 };
 
 // One per K/V cache. Methods are called from the thread that drives the context.
@@ -77,8 +77,8 @@ public:
     //
 
     virtual void clear() = 0;
-    // Checks the removal of [p0, p1) of a sequence (-1: every sequence). false: codes that are not made yet need the
-    // rows; reports it.
+    // Checks the removal of [p0, p1) of a sequence (-1 for every sequence). Returns false if codes that are not made
+    // yet need the rows, and reports it.
     virtual bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const = 0;
     // The same, called before the cells are removed.
     virtual bool remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) = 0;
@@ -88,8 +88,8 @@ public:
     virtual void keep(int32_t seq, const CellReader & cells) = 0;
     // Checks that each token of a batch has its own position, and that no exact row is missing. false: reports it.
     virtual bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const = 0;
-    // The smallest next position after a removal of the sequence's tail: 0 .. last position + 1; -1: the sequence is
-    // empty.
+    // The smallest next position after a removal of the sequence's tail: 0 .. last position + 1, or -1 if the sequence
+    // is empty.
     virtual int32_t rollback_target(int32_t seq, const CellReader & cells) const = 0;
     // The position from which a program that has removed a tail evaluates again, `pos` being the first removed one: of
     // the last SUBKV_RESUME positions before `pos`, the first whose exact row is not in the window, or `pos`.
@@ -141,8 +141,8 @@ public:
     virtual void build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
                                ggml_tensor * v, const Inputs & in, float scale) = 0;
 
-    // Called after a graph has run. Logs the first row that could not be coded. false: nodes lacked memory, and the
-    // results of the graph are undefined; reports it.
+    // Called after a graph has run. Logs the first row that could not be coded. Returns false if nodes lacked memory,
+    // and the results of the graph are undefined, and reports it.
     virtual bool computed() = 0;
     // Called while a graph runs: has one of its nodes lacked memory?
     virtual bool     lacks_memory() const = 0;
@@ -164,7 +164,7 @@ public:
     void forget_snapshots(int32_t seq) { snapshots_.erase(seq); }
     Snapshots snapshots(int32_t seq) const { return snapshots_.count(seq) ? snapshots_.at(seq) : Snapshots(); }
 
-    void set_causal(bool causal) { causal_ = causal; } // true: tokens attend to no later token
+    void set_causal(bool causal) { causal_ = causal; } // true if tokens attend to no later token
 
 protected:
     bool causal() const { return causal_; }
@@ -176,7 +176,8 @@ private:
     bool                         causal_ = true;
 };
 
-// nullptr: an ordinary cache. Throws std::runtime_error with a sentence if the requested cache cannot be created.
+// Returns nullptr for an ordinary cache. Throws std::runtime_error with a sentence if the requested cache cannot be
+// created.
 using cache_new_fn = std::shared_ptr<CacheHook> (*)(const CacheDesc & desc);
 
 // Receives one layer's K and V tensors, I8 [row_bytes, n_cells, n_stream], and the cells' positions.

@@ -19,10 +19,11 @@ namespace subkv {
 struct LlamaCalls {
     // Writes a line to llama.cpp's log.
     void (*log)(const std::string & line);
-    // The hook of a context's cache (in an iswa cache: of the full-attention half); nullptr: none. sizes: of its rows, or
-    // nullptr.
+    // The hook of a context's cache (in an iswa cache: of the full-attention half), or nullptr if there is none. sizes:
+    // of its rows, or nullptr.
     CacheHook * (*cache_of)(llama_context * ctx, RowSizes * sizes);
-    // Calls `use` with one layer of that cache after all pending work of the context. false: no coefficient cache.
+    // Calls `use` with one layer of that cache after all pending work of the context. Returns false if there is no
+    // coefficient cache.
     bool (*rows)(llama_context * ctx, int32_t il, const rows_fn & use);
     int32_t (*resume)(const llama_context * ctx, int32_t seq, int32_t pos); // subkv_resume
     LoadedModel (*loaded_model)(const llama_context * ctx);

@@ -30,11 +30,11 @@ public:
     virtual void find_all(int32_t seq, int32_t p0, int32_t p1, std::vector<PosCell> & out) const = 0;
     // Does the cell also belong to another sequence?
     virtual bool shared(int32_t seq, int32_t cell) const = 0;
-    // The largest position of a sequence outside [p0, p1); -1: none.
+    // The largest position of a sequence outside [p0, p1), or -1 if there is none.
     virtual int32_t max_pos_outside(int32_t seq, int32_t p0, int32_t p1) const = 0;
 
     // First position in [p0, p1) at which dst has a cell that src does not share, so that a copy of src would add a
-    // second cell; -1: none.
+    // second cell, or -1 if there is none.
     int32_t doubled(int32_t src, int32_t dst, int32_t p0, int32_t p1) const {
         std::vector<PosCell> copied, there;
         find_all(src, p0, p1, copied);

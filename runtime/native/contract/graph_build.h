@@ -44,7 +44,7 @@ struct AttnBuild {
     ggml_cgraph *  gf;
     int32_t        il;
     ggml_tensor *  q;       // F32 [d_k, n_head, n_tokens]
-    ggml_tensor *  k;       // F32 [d_k, n_head_kv, n_tokens]; nullptr: il reads another layer's rows
+    ggml_tensor *  k;       // F32 [d_k, n_head_kv, n_tokens], or nullptr if il reads another layer's rows
     ggml_tensor *  v;       // F32 [d_v, n_head_kv, n_tokens]; nullptr: the same, or a latent layer
     ggml_tensor *  k_cache; // I8 [row_bytes, n_cells, n_stream], see get_rows
     ggml_tensor *  v_cache; // nullptr, like v_view and v_idxs: a latent layer
@@ -53,13 +53,13 @@ struct AttnBuild {
     ggml_tensor *  k_idxs; // I64 [n_tokens]: stream * n_cells + cell
     ggml_tensor *  v_idxs;
     ggml_tensor *  mask; // F32 or F16 [n_kv, n_tokens / streams, n, streams], n: 1 or n_head_kv
-    // I32 [n, n_tokens / streams, 1, streams]: cells that a token attends to if the mask permits; nullptr: all
+    // I32 [n, n_tokens / streams, 1, streams]: cells that a token attends to if the mask permits, or nullptr for all
     ggml_tensor * selected;
     ggml_tensor * sinks; // F32 [n_head] or nullptr
     Inputs *      inputs;
     float         scale;
-    float         softcap;        // 0: none
-    float         max_alibi_bias; // 0: none
+    float         softcap;        // 0 if there is none
+    float         max_alibi_bias; // 0 if there is none
     bool          pictures;       // the model has M-RoPE: tokens that share a position have no exact rows
 };
 
@@ -69,11 +69,11 @@ struct ShiftBuild {
     int32_t        il;
     ggml_tensor *  k_cache;   // I8 [row_bytes, n_cells, n_stream]
     ggml_tensor *  of_cells;  // I32 [n_cells * n_stream] pending rotation of a cell's key, in positions
-    ggml_tensor *  of_slots;  // I32 [n_slots] the same of window slots; nullptr: none
+    ggml_tensor *  of_slots;  // I32 [n_slots] the same of window slots, or nullptr if there is none
     ggml_tensor *  distances; // I32 [n] distinct values of both, ascending; 0 is among them only if it is the only one
     ggml_tensor *  pairs;     // F32 [n_rot, 1, n] pairs (1, 0) rotated by each distance
     int64_t        first;     // index of a key's first rotated element
-    bool           apart;     // a pair's second element is n_rot / 2 behind its first one; false: they are adjacent
+    bool           apart;     // a pair's second element is n_rot / 2 behind its first one; false if they are adjacent
 };
 
 } // namespace subkv

@@ -97,7 +97,7 @@ CacheChoice named_choice(CacheChoice (*decide)(const CacheRequest &), const Cach
     }
 }
 
-// setting: of SUBKV; "": unset.
+// setting: of SUBKV, or "" if it is unset.
 std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const CacheRequest & asked,
                                            const std::string & setting) {
     const CacheChoice type = named_choice(choose_type, asked);

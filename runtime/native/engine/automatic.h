@@ -19,8 +19,8 @@ std::string cache_line(const Cache & cache, const RowSizes & rows, int32_t n_win
 // resolve(), with errors in the words of llama.cpp's programs, which do not know the fields of a request. Throws Invalid.
 CacheChoice resolve_for_program(const CacheRequest & asked);
 
-// The cache that the context's types or the environment request; nullptr: an ordinary cache. Throws Invalid, with the
-// error set, if SUBKV's file or the model's own bases cannot be used.
+// The cache that the context's types or the environment request, or nullptr for an ordinary cache. Throws Invalid, with
+// the error set, if SUBKV's file or the model's own bases cannot be used.
 std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc);
 
 } // namespace subkv

@@ -51,8 +51,8 @@ public:
     virtual ~BasisSource() = default;
 
     virtual const LayerBases & layer(int32_t il) const;
-    // true: a token gets its code after it has left the exact window. Then not every tail can be removed, positions do
-    // not move, and the window has halves, from which the codes are computed.
+    // Returns true if a token gets its code after it has left the exact window. Then not every tail can be removed,
+    // positions do not move, and the window has halves, from which the codes are computed.
     virtual bool codes_later() const;
 
     // Of the methods that check, those that return bool set the error and return false.
@@ -64,7 +64,7 @@ public:
     virtual bool    ready(const std::vector<TokenDesc> & tokens, bool causal, const Window & window,
                           const CellReader & cells) const;
 
-    // Differs between sources that cannot read each other's states; 0: static bases.
+    // Differs between sources that cannot read each other's states, or 0 for static bases.
     virtual uint64_t    identity() const;
     virtual std::string describe() const;      // for error messages
     virtual void        check_partial() const; // throws Invalid if states cannot be partial

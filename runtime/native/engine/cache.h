@@ -48,7 +48,7 @@ struct LayerNodes {
     ggml_tensor * k_cache = nullptr; // then the cells of all streams, set when the graph is built
     ggml_tensor * v_cache = nullptr;
 
-    std::unique_ptr<DeviceLayer> device = nullptr; // for a cache on a GPU; nullptr: CPU nodes
+    std::unique_ptr<DeviceLayer> device = nullptr; // for a cache on a GPU, or nullptr for CPU nodes
     ggml_backend_buffer_type_t   buft   = nullptr; // of the cache on a GPU
 
     const WindowRows & window_rows() const { return window->rows(owner); }
@@ -104,7 +104,7 @@ public:
     void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) override;
     void check_rows(int32_t il, bool value, int64_t n, const uint8_t * rows) const override;
 
-    // Reason why the bases do not belong to this cache's model; "": they do.
+    // Reason why the bases do not belong to this cache's model, or "" if they do.
     static std::string misfit(const Layout & layout, const CacheDesc & desc);
 
     // The line about this cache, with these words about its bases, is logged once the context's memory is complete.
@@ -143,7 +143,7 @@ private:
     StateIdentity identity() const;                  // of states
     size_t        row_bytes(const LayerNodes & nodes, bool value) const;
     void          set_facts();
-    // The layer that stores il's rows in this cache; -1: they are in another cache.
+    // The layer that stores il's rows in this cache, or -1 if they are in another cache.
     int32_t owner(int32_t il) const;
     // Creates the nodes of a layer that stores, or reads, rows of `codec`.
     void add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const LayerCodec & codec);

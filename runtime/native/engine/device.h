@@ -76,7 +76,7 @@ std::unique_ptr<DeviceLayer> make_device_layer(const LayerNodes & layer, ggml_ba
 // The function of a device layer's nodes; its address identifies them to the backend.
 void device_op(ggml_tensor * dst, int ith, int nth, void * userdata);
 
-// DeviceLayer::userdata of a node; nullptr: another custom node.
+// DeviceLayer::userdata of a node, or nullptr for another custom node.
 inline void * device_userdata(const ggml_tensor * t) {
     struct { // ggml_custom_op_params, which is private to ggml
         ggml_custom_op_t fun;

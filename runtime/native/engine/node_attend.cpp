@@ -159,7 +159,7 @@ private:
         return (const uint8_t *) view->data + stream * view->nb[2] + c * view->nb[1] + offset;
     }
 
-    // The list of the block's only token from cell c on; nullptr: all cells are read.
+    // The list of the block's only token from cell c on, or nullptr if all cells are read.
     const int32_t * list_of(int64_t c) const {
         return listed ? (const int32_t *) listed->data + t0 * s.n_kv + c : nullptr;
     }

@@ -17,7 +17,7 @@ struct ExactKeys {
     struct Key {
         int32_t          pos;
         int32_t          cell; // index of its mask value
-        const uint16_t * row;  // of all heads; nullptr: no key
+        const uint16_t * row;  // of all heads, or nullptr if there is no key
         bool             integers;
     };
 

@@ -168,18 +168,19 @@ void fill_mask_row(const LayerNodes & layer, const MaskSources & in, int64_t h, 
                    float * bias, uint8_t * open);
 
 // I32 [n, n_tokens / streams, 1, streams]: the selected cells whose codes a token sees, in ascending order and followed
-// by -1; n is a multiple of TILE. nullptr: it is cheaper to read all tiles under `mask`.
+// by -1; n is a multiple of TILE. Returns nullptr if it is cheaper to read all tiles under `mask`.
 ggml_tensor * build_selected_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);
 
 // b.mask with all cells hidden except the selected ones; b.mask itself if no cells are selected.
 ggml_tensor * build_selected_mask(LayerNodes & layer, const AttnBuild & b);
 
 // F32 [d_v * n_head, n_tokens]: a prompt's attention on a GPU. llama.cpp's flash attention reads cells and exact rows
-// as halves. rows: of the layer, after their codes are written. nullptr: attend and combine compute the attention.
+// as halves. rows: of the layer, after their codes are written. Returns nullptr if attend and combine compute the
+// attention.
 ggml_tensor * build_prompt(LayerNodes & layer, const AttnBuild & b, ggml_tensor * q, const SharedRows & rows);
 
-// A node with the MaskRows of few tokens, one mask after the other, which all coded layers of a graph share. nullptr:
-// each attend node computes them.
+// A node with the MaskRows of few tokens, one mask after the other, which all coded layers of a graph share. Returns
+// nullptr if each attend node computes them.
 ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);
 MaskRows      mask_rows(const ggml_tensor * node, int64_t n_kv);
 

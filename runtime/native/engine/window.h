@@ -71,7 +71,7 @@ public:
     size_t             bytes() const { return bytes_; }
     const auto &       bytes_by_type() const { return bytes_by_type_; } // std::map<ggml_backend_buffer_type_t, size_t>
 
-    std::pair<int32_t, int32_t> sequences(int32_t seq) const; // [first, last) for seq (-1: all)
+    std::pair<int32_t, int32_t> sequences(int32_t seq) const; // [first, last) for seq (-1 for all)
 
     // These functions overwrite rows of removed text with zeros, because the next state must not contain them, and
     // another text must not read them.
@@ -103,7 +103,7 @@ public:
     void add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells);
     void rotations(int32_t * by) const; // [n_slots()] pending rotation of a slot's key, in positions
     void rotated();                     // called after all keys are rotated
-    // A hash of the shifts of each sequence (-1: of all sequences); 0 without a shift.
+    // A hash of the shifts of each sequence (-1 for of all sequences); 0 without a shift.
     std::vector<uint64_t> moves(int32_t seq) const;
 
     // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens`, and records its rows as stored. The slots list
@@ -111,10 +111,10 @@ public:
     // code up to it. Cells inside the window without a row get MAX_POSITION in Inputs::cell_pos, so that all tokens
     // read their codes.
     void set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells);
-    bool holds(int32_t seq, int32_t pos) const; // true: the window has the exact row
+    bool holds(int32_t seq, int32_t pos) const; // true if the window has the exact row
 
-    // The slot where the window stores a position. After enter() it holds the position, and the caller writes the row;
-    // -1: the slot has a later position, or the window never stores this one.
+    // The slot where the window stores a position. After enter() it holds the position, and the caller writes the row,
+    // or -1 if the slot has a later position, or the window never stores this one.
     int64_t slot(int32_t seq, int32_t pos) const { return first_slot(seq) + slot_of(seq, pos); }
     int64_t enter(int32_t seq, int32_t pos);
 
@@ -123,7 +123,7 @@ public:
     void state_read(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves, const CellReader & cells);
 
 private:
-    // The slot of a position within its sequence; -1: the window never stores this position.
+    // The slot of a position within its sequence, or -1 if the window never stores this position.
     int32_t slot_of(int32_t seq, int32_t pos) const;
 
     // The slots of a sequence, ordered as without shifts, as runs [first, last) of adjacent slots.

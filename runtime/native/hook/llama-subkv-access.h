@@ -10,7 +10,8 @@
 
 struct llama_subkv_access {
     // llama_kv_cache
-    static subkv::CacheHook * hook(const llama_kv_cache & kv) { return kv.subkv_hook.get(); } // nullptr: ordinary
+    // nullptr if it is ordinary
+    static subkv::CacheHook * hook(const llama_kv_cache & kv) { return kv.subkv_hook.get(); }
     static void               set_hook(llama_kv_cache & kv, std::shared_ptr<subkv::CacheHook> hook) {
         kv.subkv_hook = std::move(hook);
     }

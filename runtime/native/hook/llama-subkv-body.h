@@ -87,7 +87,7 @@ private:
         }
     }
 
-    // nullptr: another tensor
+    // Returns nullptr for another tensor
     const side * of(const ggml_tensor * t) const {
         const auto it = sides.find(t);
         return it == sides.end() ? nullptr : &it->second;

@@ -13,9 +13,9 @@ struct llama_grammar_element;
 // of one token. Other errors are left to the parser. A text that is too long becomes empty, because the parser logs it.
 void llama_subkv_grammar_text(const char *& text);
 
-// false: a rule begins with itself, or a rule can neither end nor begin with a character, so that no stack would remain.
-// A rule that begins with itself behind rules that may be empty is accepted as long as such a rule has no alternative
-// without symbols; the work of a token limits it.
+// Returns false if a rule begins with itself, or a rule can neither end nor begin with a character, so that no stack
+// would remain. A rule that begins with itself behind rules that may be empty is accepted as long as such a rule has no
+// alternative without symbols; the work of a token limits it.
 bool llama_subkv_grammar_rules(const std::vector<std::vector<llama_grammar_element>> & rules);
 
 // Counts one step of the expansion of a stack; n_stacks: stacks that it is compared with. Without a limit the number of

@@ -13,7 +13,7 @@ struct llm_graph_context;
 
 namespace llama_subkv {
 
-struct batch_caches { // the parts of a batch's context: full attention, an indexer's keys (nullptr: none)
+struct batch_caches { // the parts of a batch's context: full attention, an indexer's keys (nullptr if there is none)
     const llama_kv_cache_context * base;
     const llama_kv_cache_context * index;
 };
@@ -40,14 +40,14 @@ struct attn_input {
 };
 
 // llm_graph_context::build_attn. Passes q, k and v to the observer, after RoPE and before the Hadamard rotation of
-// quantized caches. Then builds the attention of a coded layer, including the output projection. nullptr: the layer is
-// not coded, and upstream's code continues. selected: the cells that a token attends to, as in AttnBuild, or a mask
-// that hides the others; nullptr: all.
+// quantized caches. Then builds the attention of a coded layer, including the output projection. Returns nullptr if the
+// layer is not coded, and upstream's code continues. selected: the cells that a token attends to, as in AttnBuild, or a
+// mask that hides the others, or nullptr for all.
 ggml_tensor * attend(const llm_graph_context & g, const attn_input & in, ggml_tensor * wo, ggml_tensor * wo_b,
                      ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * kq_b,
                      ggml_tensor * sinks, ggml_tensor * v_mla, float scale, int il, ggml_tensor * selected = nullptr);
 
-// For a model whose graph computes the masks of its KV heads. observe_layer passes q, k and v to the observer; true:
+// For a model whose graph computes the masks of its KV heads. observe_layer passes q, k and v to the observer; true if
 // the layer is coded. unused_rows returns a tensor with the shape of the ordinary cache, for views that are never
 // computed.
 bool observe_layer(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q, ggml_tensor * k,
@@ -60,7 +60,7 @@ ggml_tensor * build_attn(const llm_graph_context & g, const llama_kv_cache_conte
                          ggml_tensor * k, ggml_tensor * v, ggml_tensor * k_idxs, ggml_tensor * v_idxs,
                          ggml_tensor * mask, ggml_tensor * selected, ggml_tensor * sinks, float scale, int il);
 
-// llama_kv_cache::build_graph_shift; false: the layer is not coded.
+// llama_kv_cache::build_graph_shift; false if the layer is not coded.
 bool build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
                  ggml_tensor * k_shift, uint32_t il);
 

@@ -17,7 +17,7 @@ namespace llama_subkv {
 
 using access = llama_subkv_access;
 
-// The parts of a context's memory; nullptr: it has none.
+// The parts of a context's memory, or nullptr if it has none.
 struct caches {
     llama_kv_cache * base;      // layers of full attention
     llama_kv_cache * swa;       // layers with a sliding window
@@ -40,8 +40,8 @@ public:
     request(const request &)             = delete;
     request & operator=(const request &) = delete;
 
-    // The function of libsubkv, which is loaded if the context or SUBKV requests its caches. nullptr: the context is
-    // ordinary. Throws if the request cannot be met.
+    // The function of libsubkv, which is loaded if the context or SUBKV requests its caches. Returns nullptr if the
+    // context is ordinary. Throws if the request cannot be met.
     static subkv::cache_new_fn cache_new();
     static subkv::CacheRequest asked(const llama_model & model); // by the types of the parameters
 
@@ -76,11 +76,11 @@ private:
 };
 
 caches             caches_of(const llama_memory_i * memory);
-subkv::CacheHook * hook_of(const llama_memory_i * memory); // of the cache of full attention; nullptr: it has none
+subkv::CacheHook * hook_of(const llama_memory_i * memory); // of the cache of full attention, or nullptr if it has none
 // true: the cache, or the full-attention half of an iswa cache, stores coefficients
 bool   coded(const llama_memory_i * memory);
 bool   coded(const llama_kv_cache & kv);
-size_t row_bytes(const llama_kv_cache & kv, uint32_t il, bool value); // 0: the layer is ordinary
+size_t row_bytes(const llama_kv_cache & kv, uint32_t il, bool value); // 0 if the layer is ordinary
 // The types of a layer's K and V tensors: bytes if the layer is coded, else the given ones.
 std::pair<ggml_type, ggml_type> types(const llama_kv_cache & kv, uint32_t il, ggml_type type_k, ggml_type type_v);
 const char *                    type_name(const llama_kv_cache & kv, ggml_type type); // of K or V, for the log

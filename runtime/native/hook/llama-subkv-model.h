@@ -30,9 +30,9 @@ const model_source & source_of(const llama_model & model);
 subkv::StateIdentity state_identity(const llama_context & ctx, const std::string & model, bool whole);
 // The types and widths of a cache's rows, as text.
 std::string rows_of(const llama_kv_cache & kv, bool has_all_cells);
-// false: something else affects the bytes of a state, for example a LoRA adapter.
+// Returns false if something else affects the bytes of a state, for example a LoRA adapter.
 bool storable(const llama_context & ctx);
-// The longest tail of a restored sequence that can be removed without a checkpoint; -1: any.
+// The longest tail of a restored sequence that can be removed without a checkpoint, or -1 for any.
 int64_t n_removable(const llama_context & ctx);
 
 } // namespace llama_subkv

@@ -36,7 +36,7 @@ LLAMA_API std::string llama_subkv_type_name(ggml_type type, ggml_type other);
 // first position that it was to change; 0 where the cache cannot remove the positions behind. A program removes the
 // cells from there on and evaluates their tokens again.
 LLAMA_API int32_t llama_subkv_resume(const llama_context * ctx, int32_t seq, int32_t pos);
-// true: the positions of a sequence from `pos` on can be removed, as far as a coded cache is concerned.
+// Returns true if the positions of a sequence from `pos` on can be removed, as far as a coded cache is concerned.
 LLAMA_API bool llama_subkv_removable(const llama_context * ctx, int32_t seq, int32_t pos);
 // A removal that a program takes for possible was refused. true: the cache is coded, and from position p0 on no token of
 // the sequence is decoded until these positions are removed; the reason is logged.
@@ -44,7 +44,7 @@ LLAMA_API bool llama_subkv_refused(const llama_context * ctx, int32_t seq, int32
 
 // The minimum position that a sequence needs to continue from a checkpoint that ends at pos_max. pos_min: the
 // sequence's current minimum; its sliding layers may still have cells that the checkpoint does not include. n_swa: size
-// of the window; 0: sliding layers keep all cells. Ordinary caches: pos_min.
+// of the window, or 0 if sliding layers keep all cells. Ordinary caches: pos_min.
 LLAMA_API int32_t llama_subkv_checkpoint_min(const llama_context * ctx, int32_t pos_min, int32_t pos_max,
                                              int32_t n_swa);
 
@@ -56,7 +56,7 @@ LLAMA_API std::string llama_subkv_refusal(const std::string & host, const std::s
 // signal ends the process. Call it once.
 using llama_subkv_signal_fn = void (*)(int);
 LLAMA_API llama_subkv_signal_fn llama_subkv_in_thread(llama_subkv_signal_fn handler);
-// true: that handler runs, or has run. Any thread may call it.
+// Returns true if that handler runs, or has run. Any thread may call it.
 LLAMA_API bool llama_subkv_ends();
 
 //

@@ -31,7 +31,8 @@ llama_subkv_text text_of(const llama_context & ctx, llama_seq_id seq);
 void             note_text(const llama_context & ctx, llama_seq_id seq, llama_subkv_text text);
 // llama_subkv_refused
 bool note_refused(const llama_context & ctx, llama_seq_id seq, llama_pos p0);
-// true: an operation on the sequence was refused. The caller now knows that, and the tokens can be decoded again.
+// Returns true if an operation on the sequence was refused. The caller now knows that, and the tokens can be decoded
+// again.
 bool take_refusal(const llama_context & ctx, llama_seq_id seq);
 
 // false: rejected, and the reason is reported.
@@ -39,11 +40,11 @@ bool seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1);
 bool seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1);
 bool seq_add(llama_context & ctx, const caches & parts, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift);
 bool seq_div(llama_kv_cache & kv);
-// Gives a sequence cells of its own for those at positions [first, last) that it shares. false: too few cells are free,
-// or memory is short; reports it.
+// Gives a sequence cells of its own for those at positions [first, last) that it shares. Returns false if too few cells
+// are free, or memory is short, and reports it.
 bool unshare(llama_context & ctx, const caches & parts, llama_seq_id seq, llama_pos first, llama_pos last);
 bool can_shift(const llama_kv_cache & kv);
-// true: the graph that rotates shifted keys has not run completely; reports it.
+// Returns true if the graph that rotates shifted keys has not run completely, and reports it.
 bool rotation_pending(const llama_kv_cache & kv);
 
 // A model with recurrent state. may_remove has the result of seq_rm, and checks that llama.cpp has the snapshot of the
@@ -73,7 +74,7 @@ struct piece { // positions [first, last) of a sequence
 };
 
 // A position of the pieces that is inside the sliding window of the next token (at `next`), but no longer in the
-// sliding half; -1: none.
+// sliding half, or -1 if there is none.
 llama_pos missing_swa_pos(const llama_kv_cache & base, const llama_kv_cache & swa, const std::vector<piece> & pieces,
                           llama_pos next);
 

@@ -25,7 +25,7 @@ struct counts_only {
 class row_reader; // llama-subkv-body.h
 
 void write_cells(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq, llama_state_seq_flags flags);
-void remove_cells(llama_kv_cache & kv, llama_seq_id seq); // -1: all
+void remove_cells(llama_kv_cache & kv, llama_seq_id seq); // -1 for all
 void clear_parts(const caches & all, llama_seq_id seq);   // empties all parts
 // Reads and checks the head of a state; returns a reader of its cells, with the checksum compared.
 row_reader read_body(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq);

@@ -77,8 +77,8 @@ public:
 
     // What the cells of a sequence do not show.
     struct notes {
-        // From this position on a program believes in an operation that was refused; NO_POSITION: none was. A removal
-        // of these positions ends it; until then no token is decoded, and no state is written.
+        // From this position on a program believes in an operation that was refused, or NO_POSITION if none was. A
+        // removal of these positions ends it; until then no token is decoded, and no state is written.
         llama_pos        refused = NO_POSITION;
         llama_subkv_text text;
     };
@@ -105,7 +105,7 @@ private:
     std::set<llama_seq_id> sharing(llama_seq_id seq, llama_pos first, llama_pos last) const;
     // Ends the notes about positions that a sequence no longer has; `open`: its positions from p0 on were removed.
     void        forget_removed(llama_seq_id seq, llama_pos p0, bool open);
-    std::string refusal(llama_seq_id seq, const char * what) const; // why nothing can be done with it; "": it can
+    std::string refusal(llama_seq_id seq, const char * what) const; // why nothing can be done with it, or "" if it can
 
     llama_context &                ctx;
     const caches                   parts; // of inner

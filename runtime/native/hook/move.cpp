@@ -34,7 +34,7 @@ namespace llama_subkv {
 
 // The K/V cache whose rows may move, and the operations on its cells.
 struct mover {
-    // "": rows may move
+    // Returns "" if rows may move
     static std::string refusal(const llama_context & ctx) {
         const auto * memory = ctx.get_memory();
         if (!memory || !llama_subkv::coded(memory)) {

@@ -211,7 +211,7 @@ bool llama_subkv::seq_div(llama_kv_cache & kv) {
         "with new positions, or use an ordinary cache type (-ctk f16)");
 }
 
-// true: not every tail can be removed (BasisSource::codes_later)
+// Returns true if not every tail can be removed (BasisSource::codes_later)
 static bool keeps_tails(const subkv::CacheHook * hook) {
     return hook && hook->facts().n_rollback >= 0;
 }

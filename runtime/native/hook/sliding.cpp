@@ -38,7 +38,7 @@ bool has_flash_attention(const llama_model & model, uint32_t il, bool offload) {
     return ggml_backend_dev_supports_op(device, op);
 }
 
-// Why the sliding layers must keep f16; "": they need not.
+// Why the sliding layers must keep f16, or "" if they need not.
 std::string reason_for_f16(const llama_model & model, bool offload, const llama_subkv::layer_filter & filter) {
     const auto & hparams = model.hparams;
     uint32_t     d_k     = 0;

@@ -252,7 +252,7 @@ llama_subkv_text llama_subkv_store_text(const subkv_store_found * found) {
 void llama_subkv_store_free(subkv_store_found * found, bool accepted) {
     auto & store = the_store();
     if (!accepted) {
-        const std::string why = store.library->last_error(); // "": llama.cpp has logged it
+        const std::string why = store.library->last_error(); // "" if llama.cpp has logged it
         llama_subkv_log("SUBKV_STORE: the cache rejects a stored prompt" + (why.empty() ? why : ": " + why));
     }
     store.moved.erase(found);

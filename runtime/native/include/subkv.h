@@ -79,7 +79,7 @@ SUBKV_API int32_t subkv_layout_present(const char * path);
 // Reads and validates every subkv.* key (converter/FORMAT.md). `path`: a converted model or a sidecar.
 // NULL on any defect; the message names the key, the expected value and the actual value.
 SUBKV_API subkv_layout * subkv_layout_load(const char * path);
-// The same for one of the file's budgets in bits per element; 0: that of subkv_layout_load.
+// The same for one of the file's budgets in bits per element, or 0 for that of subkv_layout_load.
 SUBKV_API subkv_layout * subkv_layout_load_budget(const char * path, float budget);
 // The same of bases from the weights of the model at `path`, in memory; 0: derived_budget() bits. sliding: layers of a
 // model with a sliding window, which stay ordinary and get no bases, unless no other ones are left; NULL: none.
@@ -135,7 +135,8 @@ SUBKV_API const char * subkv_layout_json(const subkv_layout * layout);
 // The content hash of a model, which names its sidecars (converter/FORMAT.md §1.1): 64 digits and a zero. `path`: the
 // first file of a split model.
 SUBKV_API bool subkv_model_content(const char * path, char out[65]);
-// The digest of FORMAT.md §1.3 for bases with these first and last coded layers; "": the model has none of the weights.
+// The digest of FORMAT.md §1.3 for bases with these first and last coded layers, or "" if the model has none of the
+// weights.
 SUBKV_API bool subkv_model_weights(const char * path, int32_t first_layer, int32_t last_layer, char out[65]);
 
 // Where bases come from, in the order of the search: a file that the user names; the model's own keys; the sidecar beside
@@ -176,13 +177,13 @@ typedef struct subkv_cache_choice {
     int32_t        ggml_type_v;
     bool           automatic; // nobody asked for a coded cache: f16 replaces one that the engine does not support
     int32_t        source;    // of the bases
-    const char *   path;      // of their file; "": none, or they are derived
+    const char *   path;      // of their file, or "" if there is none, or they are derived
     subkv_layout * layout;    // to be freed by the caller; NULL: an ordinary cache
     float          bits;      // of the layout, per element, and those of the same bases by default
     float          bits_default;
     int32_t        n_sink, n_recent, n_rollback;
     const char *   adapt;
-    const char *   words; // source and size of the bases, or why there are none; "": an ordinary type was asked
+    const char *   words; // source and size of the bases, or why there are none, or "" if an ordinary type was asked
     const char *   gain;  // how the user gets better bases
 } subkv_cache_choice;
 
@@ -235,7 +236,7 @@ typedef struct subkv_stats {
     uint32_t n_layer_device;  // of these, on a GPU
     uint32_t n_layer_sliding; // with a sliding window: ordinary
     uint32_t n_layer_other;   // ordinary for other reasons
-    uint32_t n_swa;           // tokens of the window of sliding layers; 0: they hold all cells (swa_full)
+    uint32_t n_swa;           // tokens of the window of sliding layers, or 0 if they hold all cells (swa_full)
     uint32_t n_cells;         // cells per stream
     uint32_t n_stream;
     int32_t  n_sink;
@@ -258,10 +259,10 @@ SUBKV_API const char * subkv_context_devices(struct llama_context * ctx);
 // parts lose them). A program removes the cells from there on and evaluates their tokens again.
 SUBKV_API int32_t subkv_resume(struct llama_context * ctx, int32_t seq, int32_t pos);
 
-// llama_memory_seq_add, _div and _cp return nothing, but a coefficient cache may refuse them: it then changes nothing, and
-// logs the reason. Because the caller believes otherwise, the sequence (of a copy: the destination) decodes no token and
-// has no state until the positions that were to change are removed. true: the last such operation on a sequence was
-// refused. The caller then knows, and the sequence can be used as it was before.
+// llama_memory_seq_add, _div and _cp return nothing, but a coefficient cache may refuse them: it then changes nothing,
+// and logs the reason. Because the caller believes otherwise, the sequence (of a copy: the destination) decodes no
+// token and has no state until the positions that were to change are removed. Returns true if the last such operation
+// on a sequence was refused. The caller then knows, and the sequence can be used as it was before.
 SUBKV_API bool subkv_take_refusal(struct llama_context * ctx, int32_t seq);
 
 //

@@ -57,7 +57,7 @@ template <typename Call> bool calls(size_t offset, const Call & call) {
         }                                                                                                              \
     } while (false)
 
-// The name of the first structure that differs in ggml; nullptr: all are equal.
+// The name of the first structure that differs in ggml, or nullptr if all are equal.
 const char * check_interfaces(ggml_tensor * t) {
     Probe<ggml_backend_device> dev;
     dev.object.reg = (ggml_backend_reg_t) &called;

@@ -14,8 +14,8 @@ namespace subkv::plugin {
 
 namespace {
 
-// Address space, whose pages get memory when they are written; nullptr: none. PROT_NONE: they get none, also in a process
-// that locks its memory, and count as none where the system does not overcommit.
+// Address space, whose pages get memory when they are written, or nullptr if there is none. PROT_NONE: they get none,
+// also in a process that locks its memory, and count as none where the system does not overcommit.
 uint8_t * map(size_t size, int protection, void * at = nullptr) {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (at ? MAP_FIXED : 0);
     void *    base  = mmap(at, size, protection, flags, -1, 0);

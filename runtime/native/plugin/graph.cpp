@@ -220,8 +220,8 @@ private:
     struct Part {
         Store *             store;
         Inputs              inputs;
-        const ggml_tensor * cells     = nullptr; // I64 [n_tokens]; nullptr: a shift
-        const ggml_tensor * positions = nullptr; // I32 [n_tokens], or four times as many; nullptr: none
+        const ggml_tensor * cells     = nullptr; // I64 [n_tokens], or nullptr for a shift
+        const ggml_tensor * positions = nullptr; // I32 [n_tokens], or four times as many, or nullptr if there is none
         const ggml_tensor * mask      = nullptr;
         int64_t             n_tokens  = 0;
         const ggml_tensor * by        = nullptr; // I32 [n_cells * n_stream] distances of a shift

@@ -70,15 +70,15 @@ public:
     void forget(int64_t first, int64_t n);
     void clear();
 
-    // The window's slot of a cell's row may be that of (sequence, position); -1: none
+    // The window's slot of a cell's row may be that of (sequence, position), or -1 if there is none
     std::pair<int32_t, int32_t> holder(int64_t cell) const {
         return { cells_[(size_t) cell].seq, cells_[(size_t) cell].pos };
     }
 
 private:
     struct Cell {
-        int32_t  pos   = -1; // MAX_POSITION: unknown
-        int32_t  seq   = -1; // one of the sequences that hold it; -1: none
+        int32_t  pos   = -1; // MAX_POSITION if it is unknown
+        int32_t  seq   = -1; // one of the sequences that hold it, or -1 if there is none
         uint64_t graph = 0;  // that has written it
     };
 
@@ -90,7 +90,7 @@ private:
     bool continues(const Sight & sight, size_t token, int32_t seq) const;
     // A token's sequence; exact: it may have a row in the window.
     int32_t sequence(Cache & cache, const Sight & sight, size_t token, int32_t previous, bool & exact);
-    int32_t unused(Cache & cache); // the sequence that was used longest ago, now empty; -1: this graph uses all
+    int32_t unused(Cache & cache); // the sequence that was used longest ago, now empty, or -1 if this graph uses all
     void    remove(Cache & cache, int32_t seq, int32_t p0, int32_t p1);
     void    check_held(const Cache & cache, const Sight & sight, size_t token, int32_t past);
     int64_t first_cell(int32_t seq) const { return (int64_t) stream_of(seq) * n_cells_; }

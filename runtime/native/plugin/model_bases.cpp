@@ -66,7 +66,7 @@ private:
     }
 };
 
-// As model_weights; "": some weight cannot be read.
+// As model_weights, or "" if some weight cannot be read.
 std::string digest_of(const GraphWeights & weights, const StoredBases & bases) {
     WeightsDigest digest;
     for (const auto & name : WeightsDigest::names(bases.first_layer(), bases.last_layer())) {

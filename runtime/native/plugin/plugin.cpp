@@ -197,7 +197,7 @@ bool is_patched() {
     return found;
 }
 
-// Why this process cannot have the device; "": it can. caller: an address in its ggml.
+// Why this process cannot have the device, or "" if it can. caller: an address in its ggml.
 std::string refusal(const void * caller) {
     if (is_patched()) {
         return "this program's llama.cpp has the coefficient cache already; unset GGML_BACKEND_PATH";

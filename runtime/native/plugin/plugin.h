@@ -52,7 +52,7 @@ inline const ggml_tensor * root_of(const ggml_tensor * t) {
 class GraphWeights {
 public:
     void                add(const ggml_tensor * node);
-    const ggml_tensor * find(const std::string & name) const; // nullptr: none
+    const ggml_tensor * find(const std::string & name) const; // nullptr if there is none
 
 private:
     std::map<std::string, const ggml_tensor *> found_;
@@ -69,7 +69,7 @@ enum class Seen { PART, ALL_OF_SLIDING, ALL };
 std::optional<CacheChoice> find_model_bases(const GraphWeights & weights, Seen seen,
                                             const std::function<bool(int32_t il)> & has_layer);
 
-// true: SUBKV requests no coded cache
+// Returns true if SUBKV requests no coded cache
 bool is_off();
 
 // Does some sidecar identify its model by this weight? Then it has to stay as it is in the file.
@@ -93,7 +93,7 @@ struct LayerUse {
 struct GraphUse {
     std::vector<LayerUse> layers;  // in the order of their first node
     std::vector<int>      rotates; // ROPE of the keys of all cells, in place: a shift
-    std::string           unknown; // why the tensors cannot be coded; "": they can
+    std::string           unknown; // why the tensors cannot be coded, or "" if they can
 };
 
 // The K/V cache tensors of a buffer: of one cache of llama.cpp. The buffer is reserved address space, as large as an
@@ -109,10 +109,10 @@ public:
     static bool is_any_undecided(); // of this process
 
     uint8_t * base() const { return base_; }
-    bool      add(const ggml_tensor * t); // false: no memory for a tensor that is not the K or V of a cache
+    bool      add(const ggml_tensor * t); // false if no memory for a tensor that is not the K or V of a cache
     void      clear(uint8_t value);
 
-    const CacheTensor * find(const ggml_tensor * root) const; // nullptr: another tensor
+    const CacheTensor * find(const ggml_tensor * root) const; // nullptr for another tensor
 
     // While llama.cpp plans a graph of a new context; node: a SET_ROWS. Throws Invalid if the user requires bases of
     // another model.
@@ -137,7 +137,7 @@ public:
     void adopt_restored(const std::vector<GraphToken> & tokens, const ggml_tensor * mask);
     // Before cells move: restored ones are read through their codes, which rotate.
     void forget_restored() { restored_.clear(); }
-    // Distances by which cells have moved whose keys are not all rotated yet; empty: none.
+    // Distances by which cells have moved whose keys are not all rotated yet, or empty if there is none.
     std::vector<int32_t> & shifting() { return shifting_; }
 
     // Bytes of a tensor as llama.cpp sees them.
@@ -160,7 +160,7 @@ private:
         std::map<std::pair<int32_t, bool>, std::pair<std::vector<uint16_t>, std::vector<uint16_t>>> rows;
     };
 
-    bool open(); // gives memory to all pages; false: there is none
+    bool open(); // gives memory to all pages; false if there is none
     void decided();
     void stay_ordinary(const std::string & why);
     bool find_bases(Seen seen); // as find_model_bases; false: unknown yet
@@ -196,9 +196,9 @@ private:
 
 constexpr size_t ALIGNMENT = 128;
 
-// A buffer for the K/V tensors of a cache; nullptr: no address space.
+// A buffer for the K/V tensors of a cache, or nullptr if there is no address space.
 ggml_backend_buffer_t new_store(ggml_backend_buffer_type_t type, size_t size);
-// nullptr: the tensor is not in such a buffer
+// Returns nullptr if the tensor is not in such a buffer
 Store * buffer_of(const ggml_tensor * t);
 // nullptr: as well if it is no cache tensor
 Store * store_of(const ggml_tensor * t, CacheTensor * which = nullptr);

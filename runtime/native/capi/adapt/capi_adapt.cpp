@@ -10,7 +10,7 @@ using namespace subkv;
          value ? "values" : "keys");
 }
 
-// nullptr: the context's bases are static.
+// Returns nullptr if the context's bases are static.
 static const ChunkedBases * chunks_of(const Cache & cache) {
     const auto * source = dynamic_cast<const AdaptiveSource *>(&cache.bases());
     return source ? &source->chunks() : nullptr;
