@@ -16,17 +16,18 @@ namespace llama_subkv {
 // up to pos_min, and can always remove its last n_rs_seq tokens.
 llama_pos pos_min(const llama_memory_i & memory, llama_seq_id seq);
 uint32_t  n_rs_seq(const llama_context & ctx);
-// As CacheHook::resume; `pos` if recurrent state or a sliding window cannot return to an earlier position; 0 if a
-// sliding half lacks cells that the token at `pos` needs.
+// As CacheHook::resume, but it returns `pos` if recurrent state or a sliding window cannot return to an earlier
+// position, and 0 if a sliding half lacks cells that the token at `pos` needs.
 llama_pos resume(llama_memory_i * memory, llama_seq_id seq, llama_pos pos);
-// llama_subkv_resume: the same, at most the first position of a refused operation; 0 if the tail cannot be removed.
+// The same for llama_subkv_resume. It returns at most the first position of a refused operation, and 0 if the tail
+// cannot be removed.
 llama_pos resume(const llama_context & ctx, llama_seq_id seq, llama_pos pos);
 bool      removable(const llama_context & ctx, llama_seq_id seq, llama_pos pos);
 
 // The notes of a decorated memory (memory.cpp).
 constexpr llama_pos NO_POSITION = std::numeric_limits<llama_pos>::max();
 
-// Where the rows of a sequence were evaluated; note_text sets it for a sequence that gets the state of a known text.
+// Where the rows of a sequence were evaluated. note_text sets this for a sequence that gets the state of a known text.
 llama_subkv_text text_of(const llama_context & ctx, llama_seq_id seq);
 void             note_text(const llama_context & ctx, llama_seq_id seq, llama_subkv_text text);
 // llama_subkv_refused
@@ -35,7 +36,7 @@ bool note_refused(const llama_context & ctx, llama_seq_id seq, llama_pos p0);
 // again.
 bool take_refusal(const llama_context & ctx, llama_seq_id seq);
 
-// false: rejected, and the reason is reported.
+// Returns false if the operation is rejected, and reports the reason.
 bool seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1);
 bool seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1);
 bool seq_add(llama_context & ctx, const caches & parts, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift);
@@ -60,8 +61,8 @@ void recurrent_stays(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0);
 // Both halves are at the same position in every sequence of the batch.
 bool in_step(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, const llama_batch & batch);
 
-// The same for a model with sliding windows; they also check that the sliding half still has the window of the next
-// token.
+// The same for a model with sliding windows. These functions also check that the sliding half still has the window of
+// the next token.
 bool may_remove(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id seq, llama_pos p0, llama_pos p1);
 bool may_copy(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id src, llama_seq_id dst, llama_pos p0,
               llama_pos p1);
