@@ -12,8 +12,8 @@ namespace subkv {
 class Cache;
 struct RowSizes;
 
-// "coded K/V cache, ...; bases: ", to which words about the bases are added. n_windows: sequences with a window in this
-// size; the line adds the size of each further one.
+// "coded K/V cache, ...; bases: ", to which words about the bases are added. n_windows is the number of sequences with
+// a window in this size, and the line adds the size of each further one.
 std::string cache_line(const Cache & cache, const RowSizes & rows, int32_t n_windows);
 
 // resolve(), with errors in the words of llama.cpp's programs, which do not know the fields of a request. Throws Invalid.
