@@ -116,7 +116,7 @@ std::vector<uint64_t> Cache::read_head(StateReader & r, int32_t seq, bool partia
     return moves;
 }
 
-// Streams of a state: that of one sequence, or all.
+// The streams of a state, which are that of one sequence, or all.
 static std::pair<uint32_t, uint32_t> streams(int32_t seq, uint32_t n_stream) {
     return seq < 0 ? std::pair{ 0u, n_stream } : std::pair{ (uint32_t) seq, (uint32_t) seq + 1 };
 }
