@@ -36,11 +36,11 @@ struct ModelError : Invalid {
     using Invalid::Invalid;
 };
 
-// The first place that has bases, usable or not: no later place replaces a damaged file or one of another model. Throws
-// ModelError.
+// The first place that has bases, usable or not, because no later place may replace a damaged file or one of another
+// model. Throws ModelError.
 FoundBases find_bases(const BasesSearch & search);
 
-// One word of a command for a shell.
+// Quotes one word of a command for a shell.
 std::string shell_word(const std::string & word);
 
 // "4.25 bits per element at 8192 tokens, predicted KLD 0.0007, q8_0's 0.00023", the prediction only if it is known
@@ -48,8 +48,8 @@ std::string size_of(const Layout & layout);
 // "of FILE, 4.25 bits per element at 8192 tokens", for a file that the user names
 std::string words_of_file(const std::string & path, const Layout & layout);
 
-// A sidecar of the cache folder, or a model for which bases can be derived: the weights that identify the model (FORMAT.md
-// §1.3), and the layers with bases.
+// A sidecar of the cache folder, or a model for which bases can be derived. It has the weights that identify the model
+// (FORMAT.md §1.3), and the layers with bases.
 struct StoredBases {
     std::string      path;
     std::string      weights;
@@ -62,7 +62,7 @@ struct StoredBases {
 
 // All that say which weights. Files that cannot be read are left out. Throws Invalid, Unavailable.
 std::vector<StoredBases> stored_bases();
-// The same of one file; weights "": it does not say. Throws Invalid.
+// The same of one file, where the weights are "" if it does not name them. Throws Invalid.
 StoredBases bases_of_weights(const std::string & path);
 // The same of a model, for bases from its weights. Throws Invalid if it cannot have any.
 StoredBases derivable_bases(const std::string & model);

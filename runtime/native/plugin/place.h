@@ -19,7 +19,7 @@ public:
     virtual uint8_t * reserve(size_t size)                 = 0;
     virtual void      release(uint8_t * base, size_t size) = 0;
     virtual size_t    page() const                         = 0;
-    // whole pages, which may be open; false if there is no memory
+    // opens whole pages, which may be open; false if there is no memory
     virtual bool open(uint8_t * first, size_t size)  = 0;
     virtual void close(uint8_t * first, size_t size) = 0; // gives their memory back
 
@@ -37,7 +37,7 @@ public:
     // The host's memory for an input of the engine's nodes, which write() then takes to the input's data.
     virtual void * stage(ggml_tensor * t) = 0;
 
-    // Computes nodes of the engine, and those of `graph` around them. uid: a number of these nodes.
+    // Computes nodes of the engine, and those of `graph` around them. `uid` is a number of these nodes.
     virtual ggml_status run(ggml_backend_t backend, const ggml_cgraph * graph, ggml_cgraph * nodes, uint64_t uid) = 0;
     // The same for nodes that rotate keys, which the CPU computes.
     virtual ggml_status rotate(ggml_backend_t backend, ggml_cgraph * nodes) = 0;
