@@ -121,7 +121,7 @@ gguf_context_ptr open_gguf(const char * path_or_null, ggml_context_ptr * tensors
     if (!file) {
         throw Unavailable(path, "a readable GGUF file", std::strerror(errno));
     }
-    // ggml reports these defects only in its log
+    // ggml reports these defects only in its log.
     uint8_t head[24] = {};
     errno            = 0;
     file.read((char *) head, sizeof(head));
