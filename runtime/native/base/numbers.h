@@ -16,7 +16,7 @@ inline std::ostringstream plain_stream() {
     return out;
 }
 
-// As "%g": 4.25, 1e-05; digits: significant ones.
+// Prints like "%g", with this number of significant digits: 4.25, 1e-05.
 inline std::string number(double x, int digits = 6) {
     std::ostringstream out = plain_stream();
     out.precision(digits);

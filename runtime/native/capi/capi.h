@@ -29,7 +29,7 @@ const Cache & coding(llama_context * ctx, int32_t il, int32_t head_kv, int32_t s
 const HeadCodec & coded_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
                              bool value);
 
-// The same for a head with its own E; values of a latent layer have none.
+// The same for a head with its own E, which values of a latent layer do not have.
 const HeadCodec & encoding_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
                                 bool value);
 
