@@ -70,7 +70,7 @@ def metrics(
     independent, with one exception: equal tokens of the first layer, recognised by equal values, have equal errors.
 
     gram: W_o,hᵀ W_o,h' of two heads of a group. values: [n_head, d, d_v], by which heads multiply a row to get its
-    value; None: the row is the value. joint: a value is a part of its key's row, with the same steps.
+    value, or None if the row is the value. joint: a value is a part of its key's row, with the same steps.
     """
     d_k, d_v, group = shape.d_k, shape.d_v, shape.n_group
     sums = {side: np.zeros((shape.n_head_kv, *(2 * [d_k if side[0] == "k" else d_v]))) for side in SIDES}

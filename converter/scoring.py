@@ -101,7 +101,7 @@ def perplexity(nll: F64) -> tuple[float, float]:
 def score(logits: F32, targets: I32, base: F32 | None, pool: ThreadPoolExecutor, n_threads: int) -> Scores:
     """Score rows of logits [n, n_vocab] f32 against the tokens that follow, targets [n].
 
-    base: the base cache's logits of the same rows; None: only nll is computed.
+    base: the base cache's logits of the same rows, or None if only nll is computed.
     """
 
     def piece(rows: slice) -> Scores:

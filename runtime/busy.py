@@ -28,7 +28,7 @@ class Busy:
         return time.monotonic(), used - sum(own[:4])
 
     def others(self) -> float | None:
-        """Mean number of cores that other processes have kept busy; None: unknown."""
+        """Mean number of cores that other processes have kept busy, or None if it is unknown."""
         now, used = self._now()
         mean = (used - self._start[1]) / max(now - self._start[0], 0.01)
         return None if mean != mean else round(max(mean, 0.0), 2)

@@ -142,7 +142,7 @@ class Conversation:
         self.tokens: list[int] = []
         if self.shift:  # cells of a shifted text depend on dropped tokens and cannot be reused
             self.llm.n_tokens = 0
-        self.answer_start = 0  # index in tokens of the last answer's start; -1: it was shifted out
+        self.answer_start = 0  # index in tokens of the last answer's start, or -1 if it was shifted out
 
     def _takes_system(self) -> bool:
         try:

@@ -67,7 +67,7 @@ class WordWrap:
 
 
 def terminal_width() -> int | None:
-    """Columns of stdout; None: it is not a terminal."""
+    """Columns of stdout, or None if it is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 

@@ -93,7 +93,8 @@ def script_of(path: Path) -> Path | None:
 
 
 def python_package(python: Path, folder: Path, environment: Mapping[str, str]) -> tuple[Path, str] | None:
-    """Folder and version ("": unknown) of the llama_cpp that a Python imports; None: it has none, or does not answer.
+    """Folder and version ("" if it is unknown) of the llama_cpp that a Python imports, or None if it has none, or does
+    not answer.
 
     folder: of the program, where Python looks first.
     """
@@ -121,7 +122,8 @@ def other_package(python: Path, folder: Path, environment: Mapping[str, str]) ->
 
 
 def bundled_libllama(path: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> Path | None:
-    """The libllama that a program brings and loads while it runs; None: none is found. Only Linux's are looked for."""
+    """The libllama that a program brings and loads while it runs, or None if none is found. Only Linux's are looked
+    for."""
     if sys.platform != "linux":
         return None
     interpreter = interpreter_of(path, environment)

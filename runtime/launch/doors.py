@@ -36,7 +36,7 @@ print(f"its ggml{misfit}" if misfit else "")
 class Door:
     """The way by which a program gets the coded cache."""
 
-    plugin: Path | None  # the file of the plug-in; None: the program uses our libllama
+    plugin: Path | None  # the file of the plug-in, or None if the program uses our libllama
     why: str  # what the user reads behind the program's name
     by_name: bool = False  # its ggml has a CPU backend inside, so libllama loads the plug-in only for --device
     gpu: bool = False  # a GPU's backend is inside as well
@@ -45,7 +45,7 @@ class Door:
 
 
 def _beside_a_gpu(listed: str) -> str:
-    """What a user has to know whose ggml loads a GPU's backend from its own folder; "": it has none there."""
+    """What a user has to know whose ggml loads a GPU's backend from its own folder, or "" if it has none there."""
     registry = programs.library_in(listed, "libggml")
     names = os.listdir(registry[1].parent) if registry and registry[1].parent.is_dir() else []
     gpus = sorted(name for name in names if re.fullmatch(rf"libggml-({_GPUS})\.so", name))
@@ -61,7 +61,7 @@ def plugin_file(libraries: Path) -> Path:
 
 
 def ggml_misfit(base: Path, registry: Path, plugin: Path) -> str:
-    """Why a ggml does not fit the plug-in, found in a process of its own; "": it does."""
+    """Why a ggml does not fit the plug-in, found in a process of its own, or "" if it does."""
     # an empty entry would be the current folder; -I: without modules of that folder
     folders = os.pathsep.join(filter(None, [str(base.parent), str(registry.parent), os.environ.get(LIBRARY_PATH)]))
     command = [sys.executable, "-I", "-c", _MISFIT, *map(str, (base, registry, plugin))]
@@ -194,7 +194,7 @@ def _is_patched(listed: str | None) -> bool:
 
 
 def _misfit(listed: str, libraries: Path) -> str:
-    """Why a program with the libraries `listed` cannot load the plug-in; "": it can."""
+    """Why a program with the libraries `listed` cannot load the plug-in, or "" if it can."""
     if _is_patched(listed):
         return "it has the coefficient cache already"
     base, registry = (programs.library_in(listed, name) for name in ("libggml-base", "libggml"))

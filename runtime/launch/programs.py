@@ -69,7 +69,7 @@ def linker(path: Path) -> str | None:
 
 
 def listed_libraries(path: Path, environment: Mapping[str, str]) -> str | None:
-    """What Linux's dynamic linker lists for a program, "" for a static one; None: it cannot tell."""
+    """What Linux's dynamic linker lists for a program, "" for a static one, or None if it cannot tell."""
     try:
         interpreter = linker(path)
     except (OSError, ValueError):  # executable but not readable, or damaged
@@ -83,7 +83,7 @@ def listed_libraries(path: Path, environment: Mapping[str, str]) -> str | None:
 
 
 def listed_by(interpreter: str, path: Path, environment: Mapping[str, str]) -> str | None:
-    """What a dynamic linker lists for a program or a library; None: it lacks a library."""
+    """What a dynamic linker lists for a program or a library, or None if it lacks a library."""
     listed = subprocess.run(
         [interpreter, "--list", os.path.abspath(path)],
         env=dict(environment),
@@ -103,7 +103,7 @@ def library_in(listed: str, name: str) -> tuple[str, Path] | None:
 
 
 def other_llama_cpp(program: str, path: Path, libraries: Path, listed: str | None) -> str:
-    """Which other llama.cpp a program would use, as far as its listed_libraries() tell; "": none."""
+    """Which other llama.cpp a program would use, as far as its listed_libraries() tell, or "" if there is none."""
     if listed is None or path.parent.resolve() == libraries:
         return ""
     llama = library_in(listed, "libllama")

@@ -26,7 +26,7 @@ extern const float SCALES[256]; // by scale code
 // The half of every element of an exact row that is not finite. No other NaN and no infinity is stored.
 constexpr uint16_t HALF_NAN = 0x7e00;
 
-// Scale codes that encode tries: the smallest code without clipping and this many below it (factor 2^(-10/8)).
+// The scale codes that encode tries are the smallest code without clipping and this many below it (factor 2^(-10/8)).
 constexpr int32_t SCALE_CANDIDATES_BELOW = 10;
 constexpr float   HALF_MAX               = 65504.0f; // coefficients of 16-bit bands are clamped to +-HALF_MAX
 
@@ -39,7 +39,7 @@ constexpr int32_t TRELLIS_BITS         = 6;
 constexpr int32_t TRELLIS_LEAST        = 24;
 constexpr int32_t TRELLIS_LEAST_LATENT = 64; // for keys of latent layers, where every lane is a separate path
 
-// The (fractional) code of 0 without a trellis: c = s * ratio * (u - half_range(b)).
+// The (fractional) code of 0 without a trellis, in c = s * ratio * (u - half_range(b)).
 SUBKV_EVERYWHERE float half_range(int32_t bits) {
     return 0.5f * (float) ((1 << bits) - 1);
 }
@@ -50,7 +50,7 @@ SUBKV_EVERYWHERE float half_range(int32_t bits) {
 
 constexpr int FORMAT_VERSION        = 5;
 constexpr int FORMAT_WITHOUT_DIGEST = 4; // also read
-constexpr int CODES_VERSION         = 4; // of rows and bases: part of the fingerprint
+constexpr int CODES_VERSION         = 4; // of rows and bases, and part of the fingerprint
 constexpr int MAX_LAYERS            = 1024;
 constexpr int MAX_HEADS_KV          = 1024;
 constexpr int MAX_SINK              = 4096;

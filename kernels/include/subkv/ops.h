@@ -28,9 +28,9 @@ namespace subkv {
 
 constexpr int MAX_GROUP = 128; // query heads that share one KV head
 
-// Attention processes cells in steps: cells 0 .. STEP - 1 of a call, the next STEP, and so on; exact keys in pages.
-// Within a step, sums run in the order of cells, and a masked cell adds exactly nothing. The result of a query row
-// therefore depends on its query, its cells and their places in the steps, not on the other rows of the call.
+// Attention processes cells in steps, which are cells 0 .. STEP - 1 of a call, the next STEP, and so on, and exact keys
+// in pages. Within a step, sums run in the order of cells, and a masked cell adds exactly nothing. The result of a
+// query row therefore depends on its query, its cells and their places in the steps, not on the other rows of the call.
 constexpr int STEP = 256; // cells
 constexpr int PAGE = 128; // exact keys
 
@@ -45,7 +45,7 @@ struct Band {
 // How a row's bands of at most TRELLIS_BITS bits are coded (trellis.h).
 enum Path : int32_t { PATH_NONE, PATH_CIRCLE, PATH_LANES };
 
-// A matrix [r][d] of a basis; all its values are finite. They are IEEE halves, or only rows i < n_halves are, and the
+// A matrix [r][d] of a basis, whose values are all finite. They are IEEE halves, or only rows i < n_halves are, and the
 // other rows are bytes with one step per row: m[i][j] = step[i - n_halves] * bytes[i - n_halves][j].
 struct Matrix {
     const uint16_t * halves   = nullptr;
@@ -96,7 +96,7 @@ struct AttendArgs {
     const uint8_t *   v_tiles;
     int64_t           k_stride; // bytes from one tile to the next
     int64_t           v_stride;
-    int64_t           n_cells; // the last tile is complete in memory; its cells beyond n_cells may have any content
+    int64_t           n_cells; // the last tile is complete in memory, and its cells beyond n_cells may have any content
     int64_t           n_tok;
     int64_t           n_group;
     const float *     qt;    // [n_tok*n_group][k->rank] projected queries, times gamma and softmax scale
@@ -104,7 +104,7 @@ struct AttendArgs {
     const float *     bias;  // [n_tok][bias_stride], first n_cells of each row used
     int64_t           bias_stride;
     const float *     slope;   // [n_group]
-    float             softcap; // 0: none
+    float             softcap; // 0 if there is none
     float *           m;       // [n_tok*n_group]                in/out
     float *           z;       // [n_tok*n_group]                in/out
     float *           acc;     // [n_tok*n_group][acc_stride]    in/out, first v->rank of each row used
@@ -117,7 +117,7 @@ struct AttendArgs {
 struct ExactArgs {
     int64_t                  d_k, d_v;
     int64_t                  n_keys;
-    const uint16_t * const * k; // [n_keys] -> [d_k] IEEE half; nullptr only for a key that every query masks
+    const uint16_t * const * k; // [n_keys] -> [d_k] IEEE half, nullptr only for a key that every query masks
     const uint16_t * const * v; // [n_keys] -> [d_v] IEEE half
     int64_t                  n_tok;
     int64_t                  n_group;
@@ -126,10 +126,11 @@ struct ExactArgs {
     int64_t                  bias_stride;
     const float *            slope; // [n_group]
     float                    softcap;
-    float *                  m;   // [n_tok*n_group]
-    float *                  z;   // [n_tok*n_group]
-    float *                  acc; // [n_tok*n_group][acc_stride], first d_v used: values, not coefficients
-    int64_t                  acc_stride;
+    float *                  m; // [n_tok*n_group]
+    float *                  z; // [n_tok*n_group]
+    // [n_tok*n_group][acc_stride], of which the first d_v are used, for values, not coefficients
+    float * acc;
+    int64_t acc_stride;
 };
 
 struct Ops {
@@ -189,13 +190,13 @@ const Ops & ops_ref();
 Path path_of(const HeadCodec & codec);
 Path latent_path(const HeadCodec & codec);
 
-// Copies a row of row_bytes bytes to cell `cell` of a tile, and back; other cells stay unchanged. The conversion is
-// one-to-one.
+// Copies a row of row_bytes bytes to cell `cell` of a tile, and back, and leaves other cells unchanged. The conversion
+// is one-to-one.
 void row_to_tile(const HeadCodec & codec, const uint8_t * row, uint8_t * tile, int64_t cell);
 void tile_to_row(const HeadCodec & codec, const uint8_t * tile, int64_t cell, uint8_t * row);
 
-// Copies a tile of values out of a tile of keys in latent attention: values are the first elements of keys and have no
-// own rows. Their bands are the keys' first bands, so a row of values is a prefix of a row of keys.
+// Copies a tile of values out of a tile of keys in latent attention, where values are the first elements of keys and
+// have no own rows. Their bands are the keys' first bands, so a row of values is a prefix of a row of keys.
 void keys_to_values(const HeadCodec & values, const uint8_t * key_tile, uint8_t * value_tile);
 
 // Copies cells [n] in this order to new contiguous tiles, TILE * row_bytes bytes each, and writes every tile in full. A
@@ -203,7 +204,8 @@ void keys_to_values(const HeadCodec & values, const uint8_t * key_tile, uint8_t 
 void gather_cells(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, const int32_t * cells, int64_t n,
                   uint8_t * out);
 
-// Like gather_cells, for cells stored as rows; cell c is at rows + c * stride. Without `cells` it copies the first n.
+// Like gather_cells, for cells stored as rows, where cell c is at rows + c * stride. Without `cells` it copies the
+// first n.
 void rows_to_tiles(const HeadCodec & codec, const uint8_t * rows, int64_t stride, const int32_t * cells, int64_t n,
                    uint8_t * out);
 
@@ -221,7 +223,7 @@ void    dequantize_rows(const Ops & ops, const HeadCodec & codec, const uint8_t 
 const Ops &  ops();
 const char * ops_error(); // nullptr if there is none
 
-// All versions for this processor; the list ends with nullptr. For tests and benchmarks.
+// All versions for this processor, in a list that ends with nullptr. It serves tests and benchmarks.
 const Ops * const * ops_available();
 
 } // namespace subkv

@@ -33,7 +33,7 @@ struct TileFields {
     TileField field[3];
 };
 
-// For codes of 3, 5 and 6 bits most registers use one line; the others combine the unused bits of several lines.
+// For codes of 3, 5 and 6 bits most registers use one line, and the others combine the unused bits of several lines.
 SUBKV_EVERYWHERE TileFields tile_fields(int32_t bits, int32_t rho) {
     const int32_t half = rho / 4, quarter = rho % 4;
     switch (bits) {

@@ -14,9 +14,10 @@
 #    define SUBKV_EVERYWHERE static constexpr
 #endif
 
-// OF(bits, low, double, triple, share, ...) for each width of a path: bits of the low plane; the magnitudes above which
-// the distance of levels is twice and three times as large; the best step for a unit Gaussian, divided by the best step
-// of a uniform quantizer with the same bits, because a band's ratio is for the uniform quantizer.
+// OF(bits, low, double, triple, share, ...) for each width of a path. `low` is the bits of the low plane, `double` and
+// `triple` are the magnitudes above which the distance of levels is twice and three times as large, and `share` is the
+// best step for a unit Gaussian, divided by the best step of a uniform quantizer with the same bits, because a band's
+// ratio is for the uniform quantizer.
 #define SUBKV_PATH_WIDTHS(OF, ...)                                                                                     \
     OF(2, 2, 2, 4, 0.411522634f, __VA_ARGS__)                                                                          \
     OF(3, 2, 5, 6, 0.40290088f, __VA_ARGS__)                                                                           \
@@ -53,7 +54,7 @@ static constexpr bool is_width(int32_t bits) {
 #define SUBKV_TRIPLE(width, low, twice, thrice, ...)       SUBKV_RETURN(width, thrice)
 #define SUBKV_SHARE(width, low, twice, thrice, share, ...) SUBKV_RETURN(width, share)
 
-// Codes of b bits are stored as one or two bit planes: the low low_plane(b) bits, then the other bits.
+// Codes of b bits are stored as one or two bit planes, the low low_plane(b) bits and then the other bits.
 SUBKV_EVERYWHERE int32_t low_plane(int32_t bits) {
     SUBKV_PATH_WIDTHS(SUBKV_LOW, )
     SUBKV_PLAIN_WIDTHS(SUBKV_LOW, )

@@ -156,7 +156,7 @@ class Checkpoints:
         if n <= self.restorable(n):
             return
         size = C.llama_state_seq_get_size_ext(self._context, self._seq, PARTIAL)
-        if not 0 < size <= self._n_bytes:  # 0: the cache cannot be rolled back
+        if not 0 < size <= self._n_bytes:  # 0 if the cache cannot be rolled back
             return
         state = (ctypes.c_uint8 * size)()
         if C.llama_state_seq_get_data_ext(self._context, state, size, self._seq, PARTIAL) != size:

@@ -168,7 +168,7 @@ class Context:
             checkpoints.take(pos)
 
     def _checkpoints_of(self, seq: int) -> Checkpoints | None:
-        """None: cells are all that its tokens depend on."""
+        """Returns None if cells are all that its tokens depend on."""
         if seq not in self._checkpoints and (self.recurrent or self._slides):
             own = Checkpoints(self.handle, seq) if self.recurrent else of_window(self.handle, self._model, seq)
             self._checkpoints[seq] = own

@@ -48,7 +48,7 @@ class CheckedDrafts(LlamaDraftModel):
 
     @property
     def num_pred_tokens(self) -> int:
-        """Maximum tokens per draft; 0: unknown."""
+        """Maximum tokens per draft, or 0 if it is unknown."""
         return _length(self.model)
 
     def __call__(self, input_ids: Tokens, /, **kwargs: Any) -> Tokens:

@@ -30,7 +30,7 @@ class GuardedContext:
         self.lock = threading.RLock()  # held by the thread that uses the context
         # of sequence 0: cells may have been evaluated behind other tokens than those that are now before them
         self.moved = False
-        self.checkpoints: Checkpoints | None = None  # of sequence 0; None: not needed
+        self.checkpoints: Checkpoints | None = None  # of sequence 0, or None if it is not needed
         if context.memory is not None and (recurrent or sliding):
             points = Checkpoints(context.ctx) if recurrent else of_window(context.ctx, context.model.model)
             self.checkpoints = points

@@ -163,7 +163,7 @@ def _numbers(model: Gguf) -> dict[str, int]:
 
 
 def trained_context(path: Path) -> int:
-    """The context for which a model was trained; 0: unknown."""
+    """The context for which a model was trained, or 0 if it is unknown."""
     return _numbers_of_file(path).get("context_length", 0)
 
 

@@ -40,7 +40,7 @@ class KVStats(dict[str, Any]):
     n_layer_coded: int = 0
     n_layer_sliding: int = 0  # ordinary layers with a sliding window
     n_layer_other: int = 0  # other ordinary layers
-    n_swa: int = 0  # tokens of the window of sliding layers; 0: they hold all cells
+    n_swa: int = 0  # tokens of the window of sliding layers, or 0 if they hold all cells
     n_zero_rows: int = 0  # rows of a head, K or V, that are not finite: attention to them is NaN
     n_sink: int = 0
     n_recent: int = 0

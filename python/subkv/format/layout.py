@@ -23,10 +23,10 @@ WITHOUT_DIGEST = 4  # format version whose keys have no checksum
 class Layout:
     """A subkv_layout. Use it as a context manager, or close() it; its last reference frees it, too.
 
-    budget: of one of the file's plans, in bits per element; 0: the file's default. derived: from the weights of the
-    model at `path`, in memory, at any budget; sliding: its layers that need none, unless all are. handle: libsubkv's.
-    description: all data except the matrices (subkv.h). Raises CacheError about `path`, with libsubkv's sentence, if
-    the file cannot be read or a key is missing or damaged.
+    budget: of one of the file's plans, in bits per element, or 0 for the file's default. derived: from the weights of
+    the model at `path`, in memory, at any budget; sliding: its layers that need none, unless all are. handle:
+    libsubkv's. description: all data except the matrices (subkv.h). Raises CacheError about `path`, with libsubkv's
+    sentence, if the file cannot be read or a key is missing or damaged.
     """
 
     def __init__(

@@ -55,7 +55,8 @@ class Window:
 
     @classmethod
     def of_suffix(cls, text: str) -> Window | None:
-        """The window of a cache's suffix: `v`, `v;length=256` (as --adapt, with ; for commas); None: no such suffix."""
+        """The window of a cache's suffix: `v`, `v;length=256` (as --adapt, with ; for commas), or None if there is no
+        such suffix."""
         return cls(adapt=text.replace(";", ",")) if text.split(";")[0] in ("k", "v", "kv") else None
 
     @property

@@ -39,7 +39,7 @@ def model_content(model: Path) -> str:
 
 
 def model_weights(model: Path, first_layer: int, last_layer: int) -> str:
-    """Hex digest of a few weights of a model, FORMAT.md §1.3; "": it has none of them.
+    """Hex digest of a few weights of a model, FORMAT.md §1.3, or "" if it has none of them.
 
     first_layer, last_layer: of the layers with bases. Raises ModelFileError about `model`.
     """

@@ -131,7 +131,7 @@ def identity(context: Any) -> bytes:
 
 
 def n_removable(context: Any) -> int:
-    """The longest tail of a restored sequence that can be removed; -1: any."""
+    """The longest tail of a restored sequence that can be removed, or -1 for any."""
     return int(_lib().subkv_store_removable(context))
 
 

@@ -103,8 +103,8 @@ size_t Adapter::bytes_bases() const {
     return (size_t) n_chunks() * (n * n * sizeof(uint16_t) + (size_t) codec_.n_bands * sizeof(float));
 }
 
-// x [n][ldx] -> space [n][rank]: x' = E x - offset; all elements of a non-finite row become NaN, so that no basis
-// can code it and the sketch skips it. Returns the number of such rows.
+// x [n][ldx] -> space [n][rank]: x' = E x - offset. All elements of a non-finite row become NaN, so that no basis can
+// code it and the sketch skips it. Returns the number of such rows.
 int64_t Adapter::project(const float * x, int64_t ldx, int64_t n, std::vector<float> & space) {
     const int64_t rank  = codec_.rank;
     int64_t       n_bad = 0;
@@ -273,8 +273,8 @@ std::unique_ptr<ChunkBasis> Adapter::candidate() const {
     return make_chunk_basis(ops_, codec_, rows.data(), energy.data());
 }
 
-// Finds a slot for a new chunk. If all are used, the next younger chunk replaces the oldest one; without another chunk
-// the new chunk replaces it.
+// Finds a slot for a new chunk. If all are used, the next younger chunk replaces the oldest one, and if there is no
+// other chunk, the new chunk replaces it.
 int32_t Adapter::adopt(std::unique_ptr<ChunkBasis> chunk, const Merge & merge) {
     chunk->opened = stats_.n_opened++;
     const auto vacant =

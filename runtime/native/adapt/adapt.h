@@ -51,7 +51,7 @@ using AdaptParams = subkv_adapt_params;
     refuse_adapt(option + ": expected " + expected + ", found " + found);
 }
 
-// A basis and its codec; the codec's matrices are the rotation.
+// A basis and its codec, whose matrices are the rotation.
 struct ChunkBasis {
     std::vector<uint16_t> rotation; // R [n][n] half, row-major
     HeadCodec             codec;    // for ops, with x' [n] instead of x [d]
@@ -69,7 +69,7 @@ struct AdaptStats {
 
 class Adapter final {
 public:
-    // Recodes stored rows in place: `cells` [n] of tiles, `stride` bytes apart, as in Ops::encode.
+    // Recodes stored rows in place. `cells` [n] are cells of tiles, `stride` bytes apart, as in Ops::encode.
     using Recode = std::function<void(uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells)>;
     // Chunk `to` replaces `from` (the same slot if it is rotated in place). The host passes every row of `from` to
     // `recode` once and from then on reads it as a row of `to`.
@@ -78,12 +78,12 @@ public:
     // Parameters for heads of `rank` coefficients, with defaults instead of zeros. Throws Invalid.
     static AdaptParams checked(AdaptParams params, int32_t rank);
 
-    // params: as checked() returns them. The codec and its matrices must outlive the adapter.
+    // `params` are as checked() returns them. The codec and its matrices must outlive the adapter.
     Adapter(const Ops & ops, const HeadCodec & codec, const AdaptParams & params);
 
-    // Codes one block: x [n][ldx] f32 of consecutive positions into cells [n] of tiles, `stride` bytes apart, as in
-    // Ops::encode. x continues with the n_ahead rows of the following `lookahead` positions. Returns the slot of the
-    // block's chunk. Call it in order of position.
+    // Codes one block, x [n][ldx] f32 of consecutive positions, into cells [n] of tiles, `stride` bytes apart, as in
+    // Ops::encode. After these rows, x has the n_ahead rows of the following `lookahead` positions. Returns the slot of
+    // the block's chunk. Call it in order of position.
     int32_t block(const float * x, int64_t ldx, int64_t n, int64_t n_ahead, const int64_t * cells, uint8_t * tiles,
                   int64_t stride, const Merge & merge);
 
@@ -96,14 +96,14 @@ public:
     //   x^ = D^T lift(c^), linear       out [n] = keep * R^T (g * e), e a row or any weighted sum of rows of the chunk
     void lift(int32_t slot, const float * e, float * out) const;
 
-    const ChunkBasis *  chunk(int32_t slot) const;                // nullptr: 0, or not in use
+    const ChunkBasis *  chunk(int32_t slot) const;                // nullptr if the slot is 0 or not in use
     int32_t             n_chunks() const;                         // adaptive, alive
     float               residual() const { return residual_; }    // of the latest block as stored
     void                add_stats(subkv_adapt_stats & sum) const; // of the residuals the maximum
     const AdaptParams & params() const { return params_; }
     size_t              bytes_bases() const; // of the chunks in use
     size_t  bytes_sketch() const { return sketch_.size() * sizeof(uint64_t) + window_.size() * sizeof(float); }
-    int64_t sketch_rows(float * s) const; // subkv::sketch_rows of the next trial; also 0 if the sketch is freed
+    int64_t sketch_rows(float * s) const; // subkv::sketch_rows of the next trial, or 0 if the sketch is freed
 
     std::vector<uint8_t> save() const;
     // Restores a saved state of an adapter with the same codec and parameters. Throws Invalid and then changes nothing.
@@ -117,18 +117,19 @@ private:
                    float * space) const;
     std::unique_ptr<ChunkBasis> candidate() const;
     int32_t                     adopt(std::unique_ptr<ChunkBasis> chunk, const Merge & merge);
-    void             recode(const ChunkBasis & from, const ChunkBasis & to, uint8_t * tiles, int64_t stride, int64_t n,
-                            const int64_t * cells);
-    void             absorb(const float * space, int64_t n);          // rows [n][rank], the sketch's next ones
-    const uint64_t * sketch(std::vector<uint64_t> & of_window) const; // of a trial now; of_window: room for it
+    void recode(const ChunkBasis & from, const ChunkBasis & to, uint8_t * tiles, int64_t stride, int64_t n,
+                const int64_t * cells);
+    void absorb(const float * space, int64_t n); // rows [n][rank], the sketch's next ones
+    // of a trial at this moment, with `of_window` as its memory
+    const uint64_t * sketch(std::vector<uint64_t> & of_window) const;
     SketchParams     sketch_params() const;
-    bool             complete() const; // true: no more chunks will open, the sketch is freed
+    bool             complete() const; // true if no more chunks will open, the sketch is freed
 
     const Ops &       ops_;
     const HeadCodec & codec_;
     AdaptParams       params_;
 
-    std::vector<float>                       keep_, undo_;  // [n] 1 - distortion of the static bands; g
+    std::vector<float>                       keep_, undo_;  // [n] 1 - distortion of the static bands, and g
     std::vector<std::unique_ptr<ChunkBasis>> chunks_;       // [max_chunks], slot s at s - 1
     std::vector<uint64_t>                    sketch_;       // empty once complete(), or with a window
     std::vector<float>                       window_;       // [at most params_.window][rank] latest finite rows
@@ -139,17 +140,17 @@ private:
     float                                    residual_ = 0.0f;
     AdaptStats                               stats_;
 
-    std::vector<float>   space_; // x' [block][n]; scratch, as the rest
+    std::vector<float>   space_; // x' [block][n], which like the rest is scratch
     std::vector<float>   seen_, later_;
     std::vector<uint8_t> stored_, tried_; // tiles, cells as in the block
 };
 
-// read_rows (read_rows.h) of cells with chunks; slot [n]: chunk of each cell.
+// As read_rows (read_rows.h), of cells with chunks. slot [n] is the chunk of each cell.
 void read_chunks(const Ops & ops, const LayerCodec & layer, int64_t head, bool value, const Adapter & adapter,
                  const int32_t * slot, const uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells,
                  float * x);
 
-// The basis of a sketch. rows [n][n] f64 orthonormal by energy [n] f64; `file`: the head's static codec.
+// The basis of a sketch, from orthonormal rows [n][n] f64 ordered by energy [n] f64. `file` is the head's static codec.
 std::unique_ptr<ChunkBasis> make_chunk_basis(const Ops & ops, const HeadCodec & file, const double * rows,
                                              const double * energy);
 

@@ -13,9 +13,9 @@ namespace subkv {
 namespace {
 
 constexpr int32_t MIX_MAX_BITS = 8;    // 16-bit bands have no shared step, as in subkv/plan/basis.py
-constexpr double  STEP_FLOOR   = 1e-6; // least ratio, for bands without energy; as there
+constexpr double  STEP_FLOOR   = 1e-6; // the least ratio, as there, for bands without energy
 
-// Sylvester's Hadamard matrix for powers of two, else DCT-II; entry (i, j) of the orthonormal [n][n].
+// Entry (i, j) of an orthonormal [n][n], which is Sylvester's Hadamard matrix for powers of two, and else the DCT-II.
 double mixing(int32_t n, int32_t i, int32_t j) {
     if ((n & (n - 1)) == 0) {
         int32_t odd = 0;

@@ -63,7 +63,7 @@ bool same(const AdaptParams & a, const AdaptParams & b) {
 
 std::vector<uint8_t> Adapter::save() const {
     Head head;
-    std::memset(static_cast<void *>(&head), 0, sizeof(head)); // padding, too: equal states are equal bytes
+    std::memset(static_cast<void *>(&head), 0, sizeof(head)); // also the padding, so that equal states are equal bytes
     head.version      = STATE_VERSION;
     head.rank         = codec_.rank;
     head.params       = params_;

@@ -25,8 +25,8 @@ constexpr const char * KINDS[] = { "covariance", "fd", "oja" };
 
 struct Field {
     const char * name;
-    int32_t subkv_adapt_params::* whole;  // nullptr: a fraction
-    float subkv_adapt_params::* fraction; // nullptr: a whole number
+    int32_t subkv_adapt_params::* whole;  // nullptr for a fraction
+    float subkv_adapt_params::* fraction; // nullptr for a whole number
 };
 
 constexpr Field FIELDS[] = {
@@ -100,7 +100,7 @@ static int32_t parse(const std::string & text, subkv_adapt_params & given) {
         const size_t      equals = field.find('=');
         const std::string name   = field.substr(0, equals);
         set(given, name, equals == std::string::npos ? "" : field.substr(equals + 1));
-        // Only the defaults may disable a trigger: a user who sets a trigger needs it.
+        // Only the defaults may disable a trigger, because a user who sets one needs it.
         if (name == "tau" && !(given.tau > 0.0f && given.tau < 1.0f)) {
             refuse_adapt("tau", "a relative residual between 0 and 1", number(given.tau));
         }

@@ -75,7 +75,7 @@ std::string AdaptiveSource::describe() const {
     return "adaptive bases (" + chunks_.request().text() + ")";
 }
 
-// Of all options; never 0, which is static.
+// A hash of all options, which is never 0, the value of static bases.
 uint64_t AdaptiveSource::identity() const {
     const std::string text = chunks_.request().text();
     return checksum(CHECKSUM_OF_NOTHING, (const uint8_t *) text.data(), text.size()) | 1;

@@ -59,7 +59,8 @@ private:
     std::vector<std::unique_ptr<AdaptiveLayer>> layers_; // by il
 };
 
-// The node of build_encode, in node_blocks.cpp; userdata: LayerNodes whose bases are an AdaptiveLayer.
+// The function of the node of build_encode, in node_blocks.cpp. Its userdata are LayerNodes whose bases are an
+// AdaptiveLayer.
 void encode_blocks_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer);
 
 struct EncodeBlocksSources {

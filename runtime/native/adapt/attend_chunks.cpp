@@ -62,12 +62,12 @@ void ChunkedAttention::attend(const Ops & ops, const AttendArgs & args, const ui
         }
         return false;
     };
-    // only a cell that was never coded, and that every query masks, has a byte of an unused chunk
+    // Only a cell that was never coded, and that every query masks, has a byte of an unused chunk.
     const auto slot = [](const ChunkUnit * unit, const uint8_t * chunks, int64_t stride, int64_t c) {
         const int32_t found = unit ? chunks[c / TILE * stride + c % TILE] : 0;
         return found > 0 && unit->adapter.chunk(found) ? found : 0;
     };
-    // for both sides; negative: every query masks the cell, or it is done
+    // For both sides. A negative value means that every query masks the cell, or that it is done.
     constexpr int32_t SLOTS = MAX_ADAPT_CHUNKS + 1, CLOSED = -1, DONE = -2;
     chunk_.resize((size_t) args.n_cells);
     for (int64_t c = 0; c < args.n_cells; ++c) {

@@ -14,9 +14,9 @@ public:
     // One block of tokens, one segment of a stream's cells and one KV head.
     void begin(const ChunkedLayer & layer, uint32_t stream, int64_t head);
 
-    // Like Ops::attend(args), with the chunk of every cell in its last bytes. args.k, args.v, args.qt: static;
-    // args.n_cells: whole tiles; k_chunks, v_chunks: the chunk bytes of the first tile, unused if the side does not
-    // adapt.
+    // Like Ops::attend(args), with the chunk of every cell in its last bytes. args.k, args.v and args.qt are static,
+    // and args.n_cells is a number of whole tiles. k_chunks and v_chunks are the chunk bytes of the first tile, unused
+    // if the side does not adapt.
     void attend(const Ops & ops, const AttendArgs & args, const uint8_t * k_chunks, const uint8_t * v_chunks);
 
     // Merges the states of all other chunks into args' state.
@@ -38,12 +38,12 @@ private:
     const float * queries(const AttendArgs & args, int32_t slot);
     Sums &        sums(const AttendArgs & args, int32_t slot);
 
-    const ChunkUnit *    k_unit_ = nullptr; // nullptr: the side does not adapt
+    const ChunkUnit *    k_unit_ = nullptr; // nullptr if the side does not adapt
     const ChunkUnit *    v_unit_ = nullptr;
-    size_t               n_sums_ = 0, n_queries_ = 0; // in use; the vectors keep the memory of the rest
+    size_t               n_sums_ = 0, n_queries_ = 0; // in use, while the vectors keep the memory of the rest
     std::vector<Sums>    sums_;
     std::vector<Queries> queries_;
-    std::vector<int32_t> chunk_; // [n_cells]; scratch, as the next
+    std::vector<int32_t> chunk_; // [n_cells], which like the next is scratch
     std::vector<float>   bias_;
 };
 

@@ -195,7 +195,7 @@ bool ChunkedBases::ready(const std::vector<TokenDesc> & tokens, bool causal, con
                 "sequence and decode it again",
                 seq);
         }
-        // after a decode that failed between two heads, one of them needs earlier rows
+        // After a decode that failed between two heads, one of them needs earlier rows.
         cells.find(seq, std::max(window.n_sink(), coded_by_each(stream)), first, uncoded);
         for (const auto & cell : uncoded) {
             if (!window.holds(seq, cell.pos)) {
@@ -246,7 +246,7 @@ void ChunkedBases::state_write(StateWriter & w, uint32_t stream) const {
 }
 
 void ChunkedBases::state_read(StateReader & r, uint32_t stream, int32_t n_pos) {
-    constexpr uint64_t MOST  = UINT64_C(1) << 30; // of one head: far more than a sketch and 255 bases need
+    constexpr uint64_t MOST  = UINT64_C(1) << 30; // of one head, far more than a sketch and 255 bases need
     constexpr uint64_t PIECE = 1 << 20;           // a forged size must not allocate more than the state has
     reset(stream);
     int32_t whole = -1; // positions that the first head has coded

@@ -29,13 +29,13 @@ struct ChunkRequest {
     std::string text() const; // all options, as --adapt
 };
 
-// The request in a text, as --adapt. key: as in bases_of (basis_source.h). Throws Invalid.
+// Parses a request, as in --adapt. `key` is as in bases_of (basis_source.h). Throws Invalid.
 ChunkRequest requested_chunks(const std::string & text, const char * key);
 
 // One head and side within one stream.
 struct ChunkUnit {
     Adapter adapter;
-    int32_t coded = 0; // positions below are coded, multiple of B; LOST: unknown, since memory was short
+    int32_t coded = 0; // positions below are coded, a multiple of B, or LOST if memory was short and this is unknown
 
     static constexpr int32_t LOST = INT32_MAX / 2;
 };
@@ -45,9 +45,9 @@ public:
     ChunkedLayer(const LayerCodec & codec, const ChunkRequest & request, uint32_t n_stream);
 
     bool covers(bool value) const { return value ? request_.v : request_.k; } // this side adapts
-    // nullptr: this side does not adapt
+    // Returns nullptr if this side does not adapt
     ChunkUnit * unit(uint32_t stream, int64_t head, bool value) const;
-    // offset of the head's chunk byte in a cell's row
+    // The offset of the head's chunk byte in a cell's row.
     int64_t chunk_offset(int64_t head, bool value) const {
         return (int64_t) (value ? codec_.v_row_bytes : codec_.k_row_bytes) + head;
     }
@@ -66,7 +66,7 @@ private:
 
 class ChunkedBases {
 public:
-    // request passed check(). Throws Invalid if a head cannot adapt.
+    // The request has passed check(). Throws Invalid if a head cannot adapt.
     ChunkedBases(const Layout & layout, const ChunkRequest & request, uint32_t n_stream);
 
     // Checks the request against the context's window, streams and devices, without heads. Throws Invalid.
@@ -75,7 +75,7 @@ public:
 
     ChunkedLayer * layer(int32_t il) const;
 
-    void    clear(uint32_t stream);       // back to the static basis; without memory the stream is lost
+    void    clear(uint32_t stream); // returns to the static basis; if memory is short, the stream's codes are lost
     int32_t coded(uint32_t stream) const; // positions below are coded by some head, or by each
     int32_t coded_by_each(uint32_t stream) const;
     int32_t fixed(uint32_t stream) const; // positions below are coded, or were looked ahead at
@@ -92,11 +92,11 @@ public:
     };
 
     Total total() const;
-    // Adds the statistics of a head and side over all streams; false: it does not adapt.
+    // Adds the statistics of a head and side over all streams. Returns false if it does not adapt.
     bool stats(int32_t il, int64_t head, bool value, subkv_adapt_stats & sum) const;
 
     void state_write(StateWriter & w, uint32_t stream) const;
-    // n_pos: positions with cells. Throws std::runtime_error, the stream is then empty.
+    // n_pos is the number of positions with cells. Throws std::runtime_error, after which the stream is empty.
     void state_read(StateReader & r, uint32_t stream, int32_t n_pos);
 
     const ChunkRequest & request() const { return request_; }

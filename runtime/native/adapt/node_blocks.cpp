@@ -72,8 +72,8 @@ struct HeadCells {
     }
 };
 
-// Codes the positions in `held` below `end`, block by block; later ones are looked ahead at. offset: of the head's d
-// elements in a row.
+// Codes the positions in `held` below `end`, block by block, looking ahead at later ones. `offset` is that of the
+// head's d elements in a row.
 void code_blocks(Adapter & adapter, const HeadCells & at, const std::vector<Held> & held, int32_t end, int64_t d,
                  int64_t offset) {
     const int32_t        block = adapter.params().block, ahead = adapter.params().lookahead;

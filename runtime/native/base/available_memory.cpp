@@ -36,7 +36,7 @@ std::map<std::string, int64_t> fields(const std::string & path) {
     return found;
 }
 
-// A file with one number; UNKNOWN: none, or "max".
+// A file with one number, or UNKNOWN if there is none, or "max".
 int64_t number_in(const std::string & path) {
     std::ifstream in     = opened(path);
     int64_t       number = UNKNOWN;

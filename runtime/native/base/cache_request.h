@@ -11,7 +11,7 @@ namespace subkv {
 enum class Variables {
     BITS,       // SUBKV_BITS alone
     ALL,        // also SUBKV, SUBKV_SINK, SUBKV_RECENT, SUBKV_ROLLBACK and SUBKV_ADAPT
-    OF_ANOTHER, // all of them, but the value of SUBKV belongs to another model: it counts as `auto`
+    OF_ANOTHER, // all of them, but the value of SUBKV counts as `auto` because it belongs to another model
 };
 
 // As subkv_cache_request (subkv.h), whose comments explain the fields. "" and numbers below 0 are not asked.
@@ -19,7 +19,7 @@ struct CacheRequest {
     std::string                     model;
     std::string                     type, type_k, type_v;
     std::string                     bases;
-    float                           bits    = 0.0f; // 0: not asked
+    float                           bits    = 0.0f; // 0 if it is not asked
     bool                            memory  = false;
     bool                            sidecar = true;
     bool                            derive  = true;

@@ -46,7 +46,7 @@ std::string sentence(const char * fmt, ...) {
     return text;
 }
 
-// Sets the error that make() returns; without memory, one that says so.
+// Sets the error that make() returns, or, if there is no memory, one that says so.
 template <typename F> static bool set_error(F make) {
     try {
         last_error.set(make());

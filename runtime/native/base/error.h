@@ -11,7 +11,7 @@
 #include <string>
 #include <system_error>
 
-#if defined(__MINGW_PRINTF_FORMAT) // C99 format: Windows' own printf lacks %zu
+#if defined(__MINGW_PRINTF_FORMAT) // C99 format, because Windows' own printf lacks %zu
 #    define SUBKV_FORMAT __attribute__((format(__MINGW_PRINTF_FORMAT, 1, 2)))
 #elif defined(__GNUC__)
 #    define SUBKV_FORMAT __attribute__((format(printf, 1, 2)))
@@ -46,7 +46,7 @@ struct Invalid : std::runtime_error {
     Error error;
 };
 
-// The system cannot read a file (access, memory, open files, the disk); the file itself may be sound.
+// The system cannot read a file (access, memory, open files, the disk), which itself may be sound.
 struct Unavailable : Invalid {
     Unavailable(const std::string & key, const std::string & expected, const std::string & found) :
         Invalid(Error{ SUBKV_ERROR_UNAVAILABLE, key, "expected " + expected + ", found " + found }) {}
@@ -54,7 +54,7 @@ struct Unavailable : Invalid {
 
 SUBKV_FORMAT std::string sentence(const char * fmt, ...);
 
-// Sets the error and returns false. Throws nothing: without memory the error says so.
+// Sets the error and returns false. Throws nothing, and if there is no memory, the error says so.
 bool              reject(const Error & error);
 SUBKV_FORMAT bool reject(const char * fmt, ...);
 
@@ -90,7 +90,7 @@ template <typename T, typename F> T guarded(const char * subject, T failed, F bo
     return failed;
 }
 
-// The same for a body without a result. false: the error is set.
+// The same for a body without a result. Returns false if the error is set.
 template <typename F> bool guarded(const char * subject, F body) noexcept {
     return guarded(subject, false, [&] {
         body();
@@ -98,7 +98,7 @@ template <typename F> bool guarded(const char * subject, F body) noexcept {
     });
 }
 
-// The object of a pointer argument of a C function. Throws Invalid for NULL; `argument`: "function: name".
+// The object of a pointer argument of a C function. Throws Invalid for NULL, where `argument` is "function: name".
 template <typename T> T & not_null(T * pointer, const char * argument) {
     if (!pointer) {
         fail("%s: expected a pointer, found NULL", argument);

@@ -9,14 +9,14 @@
 
 namespace subkv {
 
-// A file that is replaced has another inode; one that is written has another time. Windows has no inodes: there both
-// numbers are 0.
+// A file that is replaced has another inode, and one that is written has another time. Both numbers are 0 on Windows,
+// which has no inodes.
 struct FileStamp {
     uint64_t device = 0, inode = 0, size = 0;
-    int64_t  modified = 0; // ns; on Windows to the second
-    int64_t  changed  = 0; // ns, of the inode; a program may set `modified` back, but not this; a new name sets it too
+    int64_t  modified = 0; // ns, but on Windows only seconds
+    int64_t  changed  = 0; // ns, of the inode, which unlike `modified` no program can set back; a new name sets it too
 
-    // The same bytes; their file may have another name by now.
+    // Tells that the bytes are the same, although their file may have another name by now.
     bool operator==(const FileStamp & other) const {
         return device == other.device && inode == other.inode && size == other.size && modified == other.modified;
     }
@@ -27,7 +27,7 @@ struct FileStamp {
     }
 };
 
-// false: the system cannot tell.
+// Returns false if the system cannot tell.
 inline bool stamp_of(int file, FileStamp & stamp) {
 #if defined(_WIN32)
     struct _stat64 status;
@@ -54,7 +54,7 @@ inline bool stamp_of(int file, FileStamp & stamp) {
 
 // A model as it was loaded.
 struct LoadedModel {
-    std::string            path;  // of its first file; "": it comes from memory or a stream
+    std::string            path;  // of its first file, or "" if it comes from memory or a stream
     std::vector<FileStamp> files; // of all its files, in order
 };
 

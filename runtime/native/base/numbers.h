@@ -16,7 +16,7 @@ inline std::ostringstream plain_stream() {
     return out;
 }
 
-// As "%g": 4.25, 1e-05; digits: significant ones.
+// Prints like "%g", with this number of significant digits: 4.25, 1e-05.
 inline std::string number(double x, int digits = 6) {
     std::ostringstream out = plain_stream();
     out.precision(digits);
@@ -32,7 +32,7 @@ inline std::string decimals(double x, int n) {
     return out.str();
 }
 
-// Reads a number from the beginning of a text. false: there is none.
+// Reads a number from the beginning of a text. Returns false if there is none.
 inline bool read_number(std::istringstream & in, float & x) {
     in.imbue(std::locale::classic());
     return (bool) (in >> x);

@@ -10,8 +10,8 @@
 
 namespace subkv {
 
-// Calls use(i) for every i in [0, n), by at most n_most threads; which calls share a thread is not determined. Throws the
-// exception of the lowest i that failed; calls after a failure may be omitted.
+// Calls use(i) for every i in [0, n), by at most n_most threads. Which calls share a thread is not determined. Throws
+// the exception of the lowest i that failed. Calls after a failure may be omitted.
 template <typename F> void for_each_parallel(size_t n, size_t n_most, F use) {
     std::atomic<size_t>             next{ 0 };
     std::atomic<bool>               failed{ false };

@@ -9,7 +9,7 @@
 
 namespace subkv {
 
-// Bytes of the UTF-8 character at `i`, and its code; 0: the bytes there are none.
+// Bytes of the UTF-8 character at `i`, and its code. Returns 0 if the bytes there are none.
 inline size_t utf8_at(std::string_view s, size_t i, uint32_t & code) {
     const uint8_t c = (uint8_t) s[i];
     const int     n = c < 0x80 ? 0 : (c & 0xe0) == 0xc0 ? 1 : (c & 0xf0) == 0xe0 ? 2 : (c & 0xf8) == 0xf0 ? 3 : -1;
@@ -40,7 +40,7 @@ inline bool is_hidden(uint32_t code) {
            (code >= 0xe0000 && code <= 0xe007f);
 }
 
-// Escapes hidden characters and bytes that are not UTF-8, as in a Python string: subkv.base.text.printable.
+// Escapes hidden characters and bytes that are not UTF-8, as in a Python string, like subkv.base.text.printable.
 inline std::string printable(std::string_view text) {
     std::string out;
     out.reserve(text.size());

@@ -16,7 +16,7 @@ class Sha256 {
 public:
     void update(const void * data, size_t n);
 
-    // Both finish; do not use the object afterwards.
+    // After either of these, do not use the object any more.
     std::array<uint8_t, 32> digest();
     std::string             hex() { return hex_digits(digest().data(), 32); }
 

@@ -22,7 +22,7 @@ struct StateIdentity {
 
     void add(const StateIdentity & more) { parts.insert(parts.end(), more.parts.begin(), more.parts.end()); }
 
-    // Of different identities, the texts differ; they are hashed.
+    // The text to be hashed, which differs for different identities.
     std::string text() const {
         std::string text;
         for (const auto & [name, value] : parts) {

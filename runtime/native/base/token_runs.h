@@ -29,8 +29,8 @@ inline int64_t n_saved(const std::vector<TokenRun> & runs) {
 }
 
 // Runs of at least LEAST_RUN tokens behind the common beginning of both prompts, and behind the first n_first tokens of
-// the new one. They are in the same order in both: each one only has other text before it. An index of the first hashes
-// blocks of the evaluated prompt; the new prompt is searched with a rolling hash.
+// the new one. They are in the same order in both, so that each one only has other text before it. An index has the
+// hashes of the evaluated prompt's blocks, and the new prompt is searched with a rolling hash.
 inline std::vector<TokenRun> find_runs(const int32_t * held, int64_t n_held, const int32_t * asked, int64_t n_asked,
                                        int64_t n_first) {
     constexpr int64_t  BLOCK = LEAST_RUN / 4; // every run contains whole blocks

@@ -11,7 +11,7 @@
 
 namespace subkv {
 
-// A variable's number, from `least` to `most`; `unset` if it is unset or empty. Throws Invalid.
+// A variable's number, from `least` to `most`, or `unset` if it is unset or empty. Throws Invalid.
 inline int64_t number_of(const char * name, int64_t least, int64_t most, int64_t unset) {
     const char * text = std::getenv(name);
     if (!text || !*text) {
@@ -31,14 +31,14 @@ inline int64_t number_of(const char * name, int64_t least, int64_t most, int64_t
 // Bits per K/V element that a file of bases may have a plan for.
 constexpr float MAX_BUDGET = 64.0f;
 
-// The budget that a text names: 3, 4.25; 0: none.
+// The budget that a text names, such as 3 or 4.25, or 0 if it names none.
 inline float parse_budget(const std::string & text) {
     const bool plain = text.find_first_not_of("0123456789.") == std::string::npos;
     float      value = 0.0f;
     return plain && read_number(text, value) && value > 0.0f && value <= MAX_BUDGET ? value : 0.0f;
 }
 
-// SUBKV_BITS: bits per K/V element of coded caches; 0: unset. Throws Invalid.
+// The value of SUBKV_BITS, in bits per K/V element of coded caches, or 0 if it is unset. Throws Invalid.
 inline float budget_of_environment() {
     const char *      value  = std::getenv("SUBKV_BITS");
     const std::string text   = value ? value : "";
@@ -50,12 +50,12 @@ inline float budget_of_environment() {
     return budget;
 }
 
-// SUBKV_STORE_MOVED: 1: a server moves text behind another beginning. Throws Invalid.
+// With SUBKV_STORE_MOVED=1, a server moves text behind another beginning. Throws Invalid.
 inline bool moved_of_environment() {
     return number_of("SUBKV_STORE_MOVED", 0, 1, 0) == 1;
 }
 
-// SUBKV_STORE: the folder where a server stores prompts; nullptr: none.
+// The value of SUBKV_STORE, the folder where a server stores prompts, or nullptr if there is none.
 inline const char * prompt_folder() {
     const char * folder = std::getenv("SUBKV_STORE");
     return folder && *folder ? folder : nullptr;

@@ -28,7 +28,7 @@ const char * const DERIVED_GENERATOR = "subkv " SUBKV_VERSION ", weights 3";
 
 namespace {
 
-// as in tests/format/derived_numpy.py and pipeline.py
+// These are as in tests/format/derived_numpy.py and pipeline.py.
 constexpr int    CONTEXT        = 8192;  // for which bits per element are computed
 constexpr int    LATENT_CONTEXT = 32768; // the same for latent attention, whose rows are small compared with its bases
 constexpr double VALUE_WEIGHT   = 0.7;
@@ -38,7 +38,7 @@ constexpr int    MOST_HEADS = 1 << 16;
 
 using Doubles = std::vector<double>;
 
-// Latent attention (MLA): architectures that the engine supports.
+// Returns whether the model has latent attention (MLA) of an architecture that the engine supports.
 bool is_latent(const WeightsFile & weights) {
     static const char * const SUPPORTED[] = { "deepseek2",  "mistral4", "kimi-linear", "kimi-k3",   "bailingmoe3",
                                               "deepseek32", "glm-dsa",  "hy_v4",       "dots3note", "glm5-next" };
@@ -130,8 +130,8 @@ uint16_t half_of(double x) {
     return ggml_fp32_to_fp16((float) x);
 }
 
-// A head's keys. order: coordinates by importance; empty: evenly mixed. variance, importance: in this order. mean: as
-// stored, subtracted before encoding.
+// A head's keys. `order` has the coordinates by importance, and is empty if they are evenly mixed. `variance` and
+// `importance` are in this order. `mean` is as stored, and is subtracted before encoding.
 struct KeyEstimate {
     std::vector<int>      order;
     Doubles               variance, importance;
@@ -147,7 +147,7 @@ struct Estimates {
     bool                                   slides  = false; // some layers have a sliding window
     std::vector<LayerShape>                layers;
     std::vector<std::vector<KeyEstimate>>  keys;      // of every layer's heads
-    std::vector<std::pair<double, double>> variances; // latent: of a layer's latent and rotary part
+    std::vector<std::pair<double, double>> variances; // in a latent layer, of its latent and rotary part
 };
 
 // A head's costs, divided by the geometric mean of its costs without biases.
@@ -164,7 +164,7 @@ void normalize(Doubles & cost, const Doubles & without_bias) {
     }
 }
 
-// centre: a mean that is known from biases is subtracted, which needs exact sinks.
+// With `centre`, a mean that is known from biases is subtracted, which needs exact sinks.
 std::vector<KeyEstimate> keys_of(const LayerShape & shape, const std::optional<Energies> & energies, bool centre) {
     const auto               d = (size_t) shape.d_k;
     std::vector<KeyEstimate> heads;
@@ -203,8 +203,8 @@ std::vector<KeyEstimate> keys_of(const LayerShape & shape, const std::optional<E
     return heads;
 }
 
-// Mean squares of the elements of a latent and of its rotary part; 1 if unknown. The residual stream is assumed to be
-// white.
+// The mean squares of the elements of a latent and of its rotary part, or 1 if they are unknown. The residual stream is
+// assumed to be white.
 std::pair<double, double> latent_variances(const WeightsFile & weights, const LayerShape & shape) {
     const std::string name   = "blk." + std::to_string(shape.il) + ".";
     const auto        latent = weights.vector(name + "attn_kv_a_norm.weight");
@@ -297,7 +297,8 @@ HeadSpec spec_of(const Bands & bands) {
     return spec;
 }
 
-// Steps of all bands, largest 1, if the coefficients of every band are mixed. variance: before mixing.
+// The steps of all bands, of which the largest is 1, if the coefficients of every band are mixed. `variance` is that
+// before mixing.
 std::vector<float> ratios_of(const HeadSpec & spec, const Doubles & variance) {
     Doubles steps;
     double  largest = 0.0;
@@ -347,8 +348,8 @@ public:
         }
     }
 
-    // E and D of coordinates, in this order, mixed within every band. order empty: mixed in parts of these sizes, whatever
-    // the bands.
+    // Writes E and D of coordinates, in this order, mixed within every band. If `order` is empty, they are mixed in
+    // parts of these sizes, whatever the bands.
     void matrices(const HeadSpec & spec, const std::vector<int> & order, const std::vector<int> & parts) {
         const int             d = std::accumulate(parts.begin(), parts.end(), 0);
         std::vector<uint16_t> encode((size_t) d * (size_t) d, 0), decode = encode;
@@ -549,7 +550,7 @@ std::shared_ptr<const Layout> planned(const Estimates & model, float budget, int
     });
 }
 
-// The estimates of the last models, by their content: a program makes several caches for one model.
+// The estimates of the last models, by their content, because a program makes several caches for one model.
 std::shared_ptr<const Estimates> estimates_of(const std::string & model, const std::string & known_content) {
     constexpr size_t                                               MOST = 8;
     static std::mutex                                              mutex;

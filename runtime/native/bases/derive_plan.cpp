@@ -32,7 +32,8 @@ double head_bits(const PlannedHead & head, const PlanOverhead & overhead) {
     return (head.centred ? 16.0 * head.d : 0.0) / (double) overhead.context;
 }
 
-// Useful widths above LEAST_BITS, ascending: the lower convex hull of (bits per coefficient, loss).
+// The useful widths above LEAST_BITS in ascending order, which are the lower convex hull of (bits per coefficient,
+// loss).
 std::vector<int> ladder(double of_bases, int widest) {
     const auto       cost = [of_bases](int bits) { return bits + of_bases; };
     std::vector<int> out;
@@ -85,8 +86,8 @@ Bands runs(const std::vector<int> & widths) {
     return out;
 }
 
-// Repeatedly widens the group that saves the most cost per bit, while the budget allows. spare: bits per token beyond
-// LEAST_BITS for all coefficients.
+// Repeatedly widens the group that saves the most cost per bit, while the budget allows. `spare` is the bits per token
+// beyond LEAST_BITS for all coefficients.
 std::vector<Bands> filled(const std::vector<PlannedHead> & heads, const PlanOverhead & overhead, double spare,
                           int widest) {
     using Step = std::tuple<double, size_t, size_t, int>; // -gain, head, group, next width

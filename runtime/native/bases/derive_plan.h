@@ -9,13 +9,13 @@
 
 namespace subkv {
 
-// Neighbouring coefficients with the same bits; as HeadSpec, of any number.
+// Runs of neighbouring coefficients with the same bits, as in HeadSpec, but of any number.
 using Bands = std::vector<std::pair<int, int>>; // coefficients, bits
 
 constexpr int LEAST_BITS  = 3; // of any coefficient without a calibration
 constexpr int WIDEST_BITS = 16;
 
-// One head's K or V. joined: its codes continue the row of the previous head, under the same scale.
+// One head's K or V. If it is `joined`, its codes continue the row of the previous head, under the same scale.
 struct PlannedHead {
     int                 d = 0;
     std::vector<double> importance;         // [d]
@@ -24,7 +24,7 @@ struct PlannedHead {
     bool                joined     = false;
 };
 
-// Sizes besides the rows. context: tokens for which bits per element are computed.
+// The sizes besides the rows. Bits per element are computed for `context` tokens.
 struct PlanOverhead {
     int64_t context = 0;
     int     n_sink = 0, n_recent = 0, n_rollback = 0, recent_bits = 0;
@@ -37,7 +37,8 @@ struct PlanAccount {
     double total() const { return rows + window + bases; }
 };
 
-// [n] importance of equal coefficients. It decreases slightly: a budget ends at the same group in all heads.
+// The importance [n] of equal coefficients. It decreases slightly, so that a budget ends at the same group in all
+// heads.
 std::vector<double> equal_importance(int n);
 
 // Bits of a row of E or D in bytes.
@@ -49,8 +50,8 @@ double loss_of(int bits);
 PlanAccount account_of(const std::vector<PlannedHead> & heads, const std::vector<Bands> & bands,
                        const PlanOverhead & overhead);
 
-// Bands of every head within `kv_bits` bits per element in total. widest: maximum bits of a band; 0: 16 for large
-// budgets, else 8. Throws Invalid of SUBKV_ERROR_BUDGET with the valid range.
+// The bands of every head within `kv_bits` bits per element in total. `widest` is the maximum of a band's bits, or 0
+// for 16 in large budgets and else 8. Throws Invalid of SUBKV_ERROR_BUDGET with the valid range.
 std::vector<Bands> plan_bands(const std::vector<PlannedHead> & heads, double kv_bits, const PlanOverhead & overhead,
                               int widest);
 

@@ -11,14 +11,16 @@ namespace subkv {
 
 namespace {
 
-// Architectures by the place of rotary pairs in llama.cpp: neighbours, or half of the rotated dimensions apart.
+// Architectures by the place of rotary pairs in llama.cpp, which are neighbours, or half of the rotated dimensions
+// apart.
 constexpr const char * NEIGHBOURS  = "llama";
 constexpr const char * SECTIONS    = "qwen2vl";
 constexpr const char * INTERLEAVED = "qwen3vl qwen3vlmoe qwen35 qwen35moe";
 constexpr const char * HALVES      = "qwen2 qwen3 gemma stablelm phi2 gptneox starcoder2 lfm2 lfm2moe qwen3next";
 constexpr const char * UNROTATED   = "gpt2 bloom jais mpt refact";
 
-// Further architectures for partners: some of their layers may rotate at other frequencies or not at all.
+// Further architectures for which only the partners hold, because some of their layers may rotate at other frequencies
+// or not at all.
 constexpr const char * ALSO_NEIGHBOURS =
     "arcee arctic baichuan bailingmoe chameleon chatglm cohere2 cohere2moe command-r deci deepseek "
     "ernie4_5 ernie4_5-moe granite granitemoe internlm2 llada llama4 maincoder minicpm mistral3 nanbeige "

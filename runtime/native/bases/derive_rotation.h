@@ -11,7 +11,7 @@ namespace subkv {
 // Keys are not rotated.
 bool is_unrotated(const std::string & arch);
 
-// [d] the partner of each coordinate, itself if it is not rotated; nothing if it is unknown.
+// The partner [d] of each coordinate, which is itself if it is not rotated. Returns nothing if partners are unknown.
 std::optional<std::vector<int>> rotary_partners(const WeightsFile & weights, int d);
 
 // The rotation by position p maps x to x cos(omega p) + x[partner] sin(omega p).

@@ -17,7 +17,7 @@ namespace subkv {
 
 namespace {
 
-// as in weights_numpy.py
+// These are as in weights_numpy.py.
 constexpr int     LEVELS     = 2047;
 constexpr double  SUMS       = 1 << 20;
 constexpr int     DIRECTIONS = 16;
@@ -32,9 +32,9 @@ constexpr int64_t MOST_WIDE  = 32768;
 using Doubles  = std::vector<double>;
 using Integers = std::vector<int16_t>;
 
-// Rounds a row to integers up to LEVELS and returns their step; NaN if a value is not finite.
+// Rounds a row to integers up to LEVELS and returns their step, or NaN if a value is not finite.
 double to_integers(const float * row, int64_t n, int16_t * out) {
-    constexpr float TO_INTEGER = 12582912.0f; // 1.5 * 2^23: adding it rounds to nearest even
+    constexpr float TO_INTEGER = 12582912.0f; // 1.5 * 2^23, which rounds to nearest even when it is added
     int32_t         largest    = 0;           // the bits of positive numbers are ordered as the numbers
     for (int64_t i = 0; i < n; ++i) {
         int32_t bits;
@@ -84,7 +84,8 @@ int64_t dot(const int16_t * a, const int16_t * b, int64_t n) {
     return total;
 }
 
-// The rows of a matrix that compute a layer's queries or keys, from `first` on. bias: of these rows; empty: none.
+// The rows of a matrix that compute a layer's queries or keys, from `first` on. `bias` is that of these rows, or empty
+// if there is none.
 struct Side {
     WeightMatrix matrix;
     int64_t      first = 0, count = 0;
@@ -95,7 +96,7 @@ std::string weight_name(int il, const std::string & name, const char * kind = "w
     return "blk." + std::to_string(il) + "." + name + "." + kind;
 }
 
-// side: 'q' or 'k'. Nothing if its rows are unknown. A fused matrix contains q, k and v in this order.
+// `side` is 'q' or 'k'. Returns nothing if its rows are unknown. A fused matrix contains q, k and v in this order.
 std::optional<Side> side_of(const WeightsFile & weights, const LayerShape & shape, char side) {
     const int64_t of_q = (int64_t) shape.n_head * shape.d_k, of_k = (int64_t) shape.n_head_kv * shape.d_k;
     Side          out;
@@ -121,7 +122,7 @@ std::optional<Side> side_of(const WeightsFile & weights, const LayerShape & shap
     return out;
 }
 
-// Weights of the norm before attention, ones without a norm; nothing if they do not fit.
+// The weights of the norm before attention, which are ones without a norm. Returns nothing if they do not fit.
 std::optional<std::vector<float>> norm_of(const WeightsFile & weights, int il, int64_t n) {
     const auto norm = weights.vector(weight_name(il, "attn_norm"));
     if (!norm) {
@@ -139,7 +140,8 @@ void multiply(float * row, const std::vector<float> & by) {
     }
 }
 
-// The sampled rows of a side as integers [rows][n], and the weight of each row: a side's rows have a mean square of 1.
+// The sampled rows of a side as integers [rows][n], and the weight of each row, by which a side's rows have a mean
+// square of 1.
 struct Sampled {
     Integers rows;
     Doubles  weight;
@@ -186,7 +188,7 @@ struct IntegerColumns {
     const int16_t * column(size_t k) const { return values.data() + (int64_t) k * n; }
 };
 
-// 1 and -1 without order: bits of a hash (splitmix64) of the index.
+// 1 and -1 without order, from the bits of a hash (splitmix64) of the index.
 IntegerColumns signs(int64_t n, size_t m) {
     IntegerColumns out(n, m);
     for (int64_t j = 0; j < n; ++j) {
@@ -208,7 +210,7 @@ double dot(const Doubles & a, const Doubles & b) {
     return sum;
 }
 
-// Gram-Schmidt, twice; zeros for columns that depend on others.
+// Applies Gram-Schmidt twice. Columns that depend on others become zeros.
 void orthonormalize(std::vector<Doubles> & columns) {
     for (size_t k = 0; k < columns.size(); ++k) {
         Doubles &    column = columns[k];
@@ -354,8 +356,8 @@ private:
     int64_t              n_;
 };
 
-// Directions of the normalized residual stream as columns, whose squares sum to 1 - WHITE: subspace iteration on sampled
-// rows of all queries and keys. Nothing without rows, or if their widths differ.
+// Directions of the normalized residual stream as columns, whose squares sum to 1 - WHITE, by subspace iteration on
+// sampled rows of all queries and keys. Returns nothing if there are no rows, or if their widths differ.
 std::optional<IntegerColumns> directions_of(const WeightsFile & weights, const std::vector<LayerShape> & layers) {
     struct Reader {
         Side               side;
@@ -545,7 +547,7 @@ private:
         return out;
     }
 
-    // Adds a head. q: of all query heads; n_q from first_q on belong to this head.
+    // Adds a head. `q` has all query heads, of which n_q from first_q on belong to this head.
     void add(const LayerShape & shape, const std::vector<int> & partner, const Doubles & k_square,
              const Doubles & k_mean, const Squares & q, size_t first_q, size_t n_q, Energies & out) const {
         const auto d         = (size_t) shape.d_k;
@@ -566,7 +568,7 @@ private:
             q_bias[j] /= (double) n_q;
             squared[j] = k_mean[j] * k_mean[j];
         }
-        // keys and queries of a pair grow together, so the geometric mean of both estimates is better than either
+        // Keys and queries of a pair grow together, so the geometric mean of both estimates is better than either.
         Doubles       energy = pair_mean(k_square), of_q = pair_mean(q_square);
         const Doubles of_bias = pair_mean(q_bias);
         Doubles       shares(d);
@@ -590,7 +592,7 @@ private:
             near = pairs->averaged(k_mean, span_);
             far  = pairs->averaged(k_mean, trained_);
         }
-        // mean squares around `near`, averaged over all trained positions
+        // These are mean squares around `near`, averaged over all trained positions.
         const Doubles of_pair = pair_mean(squared);
         Doubles       rest(d);
         for (size_t j = 0; j < d; ++j) {

@@ -17,15 +17,15 @@ struct LayerShape {
     int n_group() const { return n_head / n_head_kv; }
 };
 
-// One layer's keys and queries after RoPE, over all positions; [n_head_kv][d_k].
+// The energies of one layer's keys and queries after RoPE, over all positions, [n_head_kv][d_k].
 struct Energies {
     std::vector<std::vector<double>> k, q; // mean squares of the coordinates
     std::vector<std::vector<double>> mean; // of the keys, from biases
     std::vector<std::vector<double>> rest; // mean squares of biases around the mean, to be added to k
 };
 
-// The estimates of all layers; nothing for a layer whose weights or rotation are unknown. Computed by several threads, to
-// the same bytes for any number of them. span: positions over which means are averaged. Throws Invalid.
+// The estimates of all layers, or nothing for a layer whose weights or rotation are unknown. Several threads compute
+// them, to the same bytes for any number of threads. Means are averaged over `span` positions. Throws Invalid.
 std::vector<std::optional<Energies>> energies_of(const WeightsFile & weights, const std::vector<LayerShape> & layers,
                                                  int span);
 

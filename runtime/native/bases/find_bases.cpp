@@ -36,7 +36,7 @@ constexpr const char * BESIDE      = ".subkv-sidecar.gguf";
 constexpr const char * CONTENT_KEY = "subkv.base.content";
 
 constexpr const char * STORED = ".gguf"; // end of names in the store
-// Bases from the weights, which older builds stored; they are ignored.
+// The ending of bases from the weights that older builds stored, and which are ignored.
 constexpr const char * OF_OLDER_BUILDS = ".weights.gguf";
 
 std::string utf8(const fs::path & path) {
@@ -81,7 +81,7 @@ bool file_exists(const fs::path & path) {
     return fs::status_known(status) && fs::exists(status);
 }
 
-// The files of a folder whose names end with `ending`, by name; none if there is no such folder. Throws Unavailable.
+// The files of a folder whose names end with `ending`, by name, or none if there is no such folder. Throws Unavailable.
 std::vector<fs::path> files_of(const fs::path & folder, const std::string & ending) {
     std::vector<fs::path> files;
     std::error_code       error;
@@ -101,7 +101,8 @@ std::vector<fs::path> files_of(const fs::path & folder, const std::string & endi
     return files;
 }
 
-// Refuses a file of bases that was found, not named, if another user may have written it. model: its owner is trusted, too.
+// Refuses a file of bases that was found, not named, if another user may have written it. The owner of `model` is
+// trusted, too.
 void check_owner(const std::string & path, const std::string & model) {
     const std::string others = other_writers(path, Writers::GROUP, model);
     if (!others.empty()) {
@@ -109,7 +110,7 @@ void check_owner(const std::string & path, const std::string & model) {
     }
 }
 
-// A file of the store: the existing one of this content, else one with the model's name.
+// The existing file of this content in the store, or else one with the model's name.
 fs::path stored_path(const std::string & model, const std::string & content) {
     const auto        folder = store_folder();
     const std::string tail   = "-" + content.substr(0, DIGITS) + STORED;
@@ -255,7 +256,7 @@ private:
         return true;
     }
 
-    // The sidecar of the model's name, which must be the model's; else one of the same content, of a renamed model.
+    // The sidecar of the model's name, which must be the model's, or else one of the same content, for a renamed model.
     bool beside() {
         if (!asked.sidecar) {
             return false;
@@ -302,7 +303,7 @@ private:
             path = file_exists(store_folder()) ? stored_path(model, content()) : "";
         } catch (const ModelError &) {
             throw;
-        } catch (const Invalid & e) { // no home folder, or not this user's: it has no files of this user
+        } catch (const Invalid & e) { // the home folder is missing or not this user's, so it has no files of this user
             no_store = e.error.sentence();
         }
         if (path.empty()) {
@@ -353,7 +354,7 @@ private:
     const BasesSearch & asked;
     const std::string & model;
     std::string         known_content;
-    std::string         no_store; // why the cache folder cannot be read; "": it can be
+    std::string         no_store; // why the cache folder cannot be read, or "" if it can be
     FoundBases          found;
 };
 

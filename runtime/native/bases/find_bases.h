@@ -14,9 +14,9 @@ namespace subkv {
 
 // The places in which bases are searched, in the order of SUBKV_BASES_NAMED and so on.
 struct BasesSearch {
-    std::string model;  // "": unknown
-    std::string named;  // the user's file, which alone counts; "": none
-    float       budget; // bits per element; 0: the file's default, or derived_budget()
+    std::string model;  // "" if it is unknown
+    std::string named;  // the user's file, which alone counts, or "" if there is none
+    float       budget; // bits per element, or 0 for the file's default, or derived_budget()
     bool        sidecar;
     bool        derive;
     Slides      slides;
@@ -24,8 +24,8 @@ struct BasesSearch {
 
 struct FoundBases {
     int32_t                       source = SUBKV_BASES_NONE;
-    std::string                   path;   // of the file; "": none
-    std::shared_ptr<const Layout> layout; // nullptr: none, or it cannot be used
+    std::string                   path;   // of the file, or "" if there is none
+    std::shared_ptr<const Layout> layout; // nullptr if there is none, or it cannot be used
     float                         budget_default = 0.0f;
     std::string                   words;                        // source and size of usable bases, for the user
     Error                         error = { SUBKV_ERROR_NONE }; // why there are none, or those found cannot be used
@@ -36,11 +36,11 @@ struct ModelError : Invalid {
     using Invalid::Invalid;
 };
 
-// The first place that has bases, usable or not: no later place replaces a damaged file or one of another model. Throws
-// ModelError.
+// The first place that has bases, usable or not, because no later place may replace a damaged file or one of another
+// model. Throws ModelError.
 FoundBases find_bases(const BasesSearch & search);
 
-// One word of a command for a shell.
+// Quotes one word of a command for a shell.
 std::string shell_word(const std::string & word);
 
 // "4.25 bits per element at 8192 tokens, predicted KLD 0.0007, q8_0's 0.00023", the prediction only if it is known
@@ -48,8 +48,8 @@ std::string size_of(const Layout & layout);
 // "of FILE, 4.25 bits per element at 8192 tokens", for a file that the user names
 std::string words_of_file(const std::string & path, const Layout & layout);
 
-// A sidecar of the cache folder, or a model for which bases can be derived: the weights that identify the model (FORMAT.md
-// §1.3), and the layers with bases.
+// A sidecar of the cache folder, or a model for which bases can be derived. It has the weights that identify the model
+// (FORMAT.md §1.3), and the layers with bases.
 struct StoredBases {
     std::string      path;
     std::string      weights;
@@ -62,7 +62,7 @@ struct StoredBases {
 
 // All that say which weights. Files that cannot be read are left out. Throws Invalid, Unavailable.
 std::vector<StoredBases> stored_bases();
-// The same of one file; weights "": it does not say. Throws Invalid.
+// The same of one file, where the weights are "" if it does not name them. Throws Invalid.
 StoredBases bases_of_weights(const std::string & path);
 // The same of a model, for bases from its weights. Throws Invalid if it cannot have any.
 StoredBases derivable_bases(const std::string & model);

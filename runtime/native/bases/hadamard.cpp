@@ -8,7 +8,7 @@ namespace subkv {
 
 namespace {
 
-using Signs = std::vector<int8_t>; // [n][n]; empty: no construction has this order
+using Signs = std::vector<int8_t>; // [n][n], or empty if no construction has this order
 
 bool is_prime(int n) {
     for (int i = 2; i * i <= n; ++i) {
@@ -19,7 +19,8 @@ bool is_prime(int n) {
     return n > 1;
 }
 
-// [q + 1][q + 1]: Legendre symbols of index differences modulo q; first row 1, first column `sign`.
+// [q + 1][q + 1] of Legendre symbols of index differences modulo q, after a first row of 1 and a first column of
+// `sign`.
 Signs bordered(int q, int8_t sign) {
     Signs squares((size_t) q, -1);
     for (int i = 1; i < q; ++i) {

@@ -20,7 +20,7 @@ namespace subkv {
 namespace {
 
 constexpr size_t MATRIX_ALIGN = 64;
-constexpr float  MAX_FACTOR   = 65504.0f; // of gamma and ratios, the largest half: products stay finite
+constexpr float  MAX_FACTOR   = 65504.0f; // the largest half, for gamma and ratios, so that products stay finite
 
 void read_header(const Keys & keys, Layout & l) {
     l.version = (int) keys.u32("subkv.version", 0, UINT32_MAX);
@@ -97,7 +97,7 @@ struct BlockReader {
     }
 };
 
-// The mean of a key head; empty when it is zero.
+// The mean of a key head, or empty if it is zero.
 std::vector<uint16_t> read_mean(int d, const std::string & name, BlockReader & block) {
     std::vector<uint16_t> mean((size_t) d);
     block.halves(mean.data(), mean.size(), "mean of " + name);
@@ -107,7 +107,7 @@ std::vector<uint16_t> read_mean(int d, const std::string & name, BlockReader & b
     return mean;
 }
 
-// halves: its matrices. centre: for a key head, else nullptr.
+// `halves` are the head's matrices. `centre` is for a key head, and else nullptr.
 HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, BlockReader & block,
                     std::vector<uint16_t> & halves, KeyCentre * centre) {
     HeadCodec head = {};
@@ -196,7 +196,7 @@ template <typename F> void each_basis(const std::vector<LayerSpec> & specs, cons
     }
 }
 
-// plan: the name of its keys; empty: subkv.layout.
+// `plan` is the name of its keys, or empty for subkv.layout.
 void read_bases(const std::vector<LayerSpec> & specs, const BasisBytes & read, Layout & l, Sha256 & sha,
                 const std::string & plan) {
     size_t n_halves = 0;
@@ -237,8 +237,8 @@ Sha256 fingerprint_of_codec(const Layout & l, const std::vector<LayerSpec> & spe
     return sha;
 }
 
-// Last, so that a defect that a reader recognizes is reported with its place.
-// fingerprint: of subkv.layout.
+// Checked last, so that a defect that a reader recognizes is reported with its place. `fingerprint` is that of
+// subkv.layout.
 void check_digest(const gguf_context * ctx, const Keys & keys, const Layout & l, const std::string & fingerprint) {
     if (l.version == FORMAT_WITHOUT_DIGEST && gguf_find_key(ctx, KEYS_DIGEST) < 0) {
         return;
@@ -251,7 +251,7 @@ void check_digest(const gguf_context * ctx, const Keys & keys, const Layout & l,
     }
 }
 
-// The budgets in ascending order. last: what separates the last two.
+// Lists the budgets in ascending order, with `last` between the last two.
 std::string listed(std::vector<float> budgets, const char * between, const char * last) {
     std::sort(budgets.begin(), budgets.end());
     std::string list;
@@ -261,7 +261,7 @@ std::string listed(std::vector<float> budgets, const char * between, const char 
     return list;
 }
 
-// How to get a file with this budget too; "": no file has it. --plans replaces all plans of a file.
+// How to get a file with this budget too, or "" if no file can have it. --plans replaces all plans of a file.
 std::string remedy(const Layout & l, const std::vector<LayerSpec> & specs, std::vector<float> plans, float budget) {
     if (!(budget > 0.0f && budget <= MAX_BUDGET)) {
         return "";
@@ -273,8 +273,8 @@ std::string remedy(const Layout & l, const std::vector<LayerSpec> & specs, std::
     return plans.size() > MAX_PLANS ? "" : "`subkv convert MODEL --plans " + listed(plans, ",", ",") + "` adds it";
 }
 
-// The index of the plan that is nearest to this budget; -1: subkv.layout is. Throws Invalid with the budgets that the
-// file has if none is close.
+// The index of the plan that is nearest to this budget, or -1 if subkv.layout is. Throws Invalid with the budgets that
+// the file has if none is close.
 int plan_of(const Layout & l, const std::vector<LayerSpec> & specs, float budget) {
     constexpr float    CLOSE    = 0.02f; // BUDGET_TOLERANCE of subkv/plan/budget.py
     float              distance = std::fabs(budget - l.budget);

@@ -34,24 +34,24 @@ struct HeadSpec {
 
 struct LayerSpec {
     int                   il = 0, n_head_kv = 0, d_k = 0, d_v = 0;
-    std::vector<HeadSpec> k, v; // [n_head_kv]; v of a latent layer is empty
+    std::vector<HeadSpec> k, v; // [n_head_kv], but v of a latent layer is empty
 
     bool   latent() const { return v.empty(); }
     size_t basis_bytes() const; // of the decoded subkv.blk.N.basis
 };
 
-// Appends a band to a head; start with row_bytes = 1, the scale byte.
+// Appends a band to a head. The first call needs row_bytes = 1, for the scale byte.
 void add_band(HeadCodec & head, int32_t n, int32_t bits, float ratio);
 
-// c [n][rank] = E x - offset of rows x [n][ldx], f32.
+// Computes c [n][rank] = E x - offset of rows x [n][ldx], in f32.
 void project_rows(const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, float * c);
 
-// E mean, summed in double; encode subtracts it from E x. Empty without a mean.
+// E mean, summed in double, which encode subtracts from E x. It is empty without a mean.
 std::vector<float> project_mean(const HeadCodec & head, const std::vector<uint16_t> & mean);
 
-// The codec of a latent layer's values: the first bands of its keys, with matrices in halves, restricted to the first
-// d_v elements. `decode` receives their D [rank][d_v]. Throws Invalid, which begins with `key`, unless every band covers
-// only these elements or only the other ones.
+// The codec of a latent layer's values, which are the first bands of its keys, with matrices in halves, restricted to
+// the first d_v elements. `decode` receives their D [rank][d_v]. Throws Invalid, which begins with `key`, unless every
+// band covers only these elements or only the other ones.
 HeadCodec latent_values(const std::string & key, const HeadCodec & keys, int d_v, std::vector<uint16_t> & decode);
 
 // Copies the matrices of a head, in halves, to `storage` and advances it. The last rows become bytes, as long as all
@@ -59,10 +59,11 @@ HeadCodec latent_values(const std::string & key, const HeadCodec & keys, int d_v
 void store_matrices(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & encode_step,
                     std::vector<uint16_t> & decode_step);
 
-// Parses and validates a layout (FORMAT.md §2). key: of the text. Throws Invalid with the place of a defect.
+// Parses and validates a layout (FORMAT.md §2), the value of `key`. Throws Invalid with the place of a defect.
 std::vector<LayerSpec> parse_layout(std::string_view text, int block_count, const std::string & key = "subkv.layout");
 
-// The mean of one head's keys, subtracted before coding; empty: zeros. HeadCodec::offset points to `offset`.
+// The mean of one head's keys, which is subtracted before coding, or empty for zeros. HeadCodec::offset points to
+// `offset`.
 struct KeyCentre {
     std::vector<uint16_t> mean;   // [d_k] IEEE half
     std::vector<float>    offset; // [rank] E mean
@@ -79,7 +80,8 @@ struct LayerCodec {
     size_t                             k_row_bytes = 0; // of one cell, all heads
     size_t                             v_row_bytes = 0;
     std::vector<size_t> k_offset, v_offset; // [n_head_kv] byte offset of the head's row in the cell's row
-    bool                latent = false;     // values are the first d_v elements of keys and have no rows; one KV head
+    // the layer has one KV head, and values are the first d_v elements of keys and have no rows
+    bool latent = false;
 
     const HeadCodec & head(int64_t h, bool value) const { return (value ? v : k)[(size_t) h]; }
     // Byte offset of the head's tile in the tile of all heads (subkv/tiles.h).
@@ -88,8 +90,8 @@ struct LayerCodec {
     }
 };
 
-// A plan of a file (FORMAT.md §3.3). budget, bpe: bits per element, requested and counted. predicted: KLD in nats per
-// token; 0: unknown.
+// A plan of a file (FORMAT.md §3.3). `budget` and `bpe` are bits per element, requested and counted. `predicted` is the
+// KLD in nats per token, or 0 if it is unknown.
 struct PlanFacts {
     float budget = 0.0f, bpe = 0.0f, predicted = 0.0f;
 };
@@ -101,12 +103,13 @@ struct Layout {
     int         n_layer     = 0; // subkv.block_count
     int         n_sink      = 0;
     int         n_recent    = 0;
-    int         recent_bits = 16;   // bits per element of recent rows: 16 halves, RECENT_BITS integers
+    int         recent_bits = 16;   // bits per element of recent rows, 16 for halves or RECENT_BITS for integers
     float       bpe         = 0.0f; // bits per element, everything counted, at a context of bpe_context
     float       bpe_rows    = 0.0f; // coefficient rows alone
     uint32_t    bpe_context = 0;
-    float       budget      = 0.0f;                      // bits per element that the user names to get this layout
-    float       predicted = 0.0f, predicted_q8_0 = 0.0f; // KLD in nats per token of this layout, of q8_0; 0: unknown
+    float       budget      = 0.0f; // bits per element that the user names to get this layout
+    // KLD in nats per token of this layout, of q8_0, or 0 if it is unknown
+    float       predicted = 0.0f, predicted_q8_0 = 0.0f;
     std::string gamma;
     std::string basis_k;
     std::string basis_v;
@@ -115,9 +118,9 @@ struct Layout {
     uint64_t    calibration_tokens = 0;
     std::string calibration_text;
     std::string generator;
-    std::string adapt; // default of the user's option; "": none
+    std::string adapt; // default of the user's option, or "" if there is none
 
-    std::string            path;  // of the file; "": derived from the weights
+    std::string            path;  // of the file, or "" if they are derived from the weights
     std::vector<PlanFacts> plans; // for other budgets than that of subkv.layout
 
     std::vector<LayerCodec> layers; // coded layers, ascending il
@@ -125,10 +128,10 @@ struct Layout {
     size_t                  bytes_bases     = 0; // E, D, means and offsets of all heads in memory
     size_t                  bytes_per_token = 0; // coefficient rows of one cell, all coded layers
 
-    // nullptr: the layer keeps an ordinary cache.
+    // Returns nullptr if the layer keeps an ordinary cache.
     const LayerCodec * layer(int il) const;
 
-    // Owns the memory of HeadCodec::encode and ::decode; every matrix starts on a 64-byte boundary.
+    // Owns the memory of HeadCodec::encode and ::decode, where every matrix starts on a 64-byte boundary.
     struct AlignedDelete {
         void operator()(uint16_t * p) const;
     };
@@ -136,24 +139,26 @@ struct Layout {
     std::unique_ptr<uint16_t[], AlignedDelete> matrices;
 };
 
-// budget: bits per element; 0: those of subkv.layout. Throws Invalid with the key of a defect, the expected and the actual
-// value, or of SUBKV_ERROR_BUDGET with the budgets that the file has plans for.
+// `budget` is in bits per element, or 0 for that of subkv.layout. Throws Invalid with the key of a defect, the expected
+// and the actual value, or of SUBKV_ERROR_BUDGET with the budgets that the file has plans for.
 std::shared_ptr<const Layout> load_layout(const char * path, float budget = 0.0f);
 
-// Writes the bytes that a layer's subkv.blk.N.basis has after decoding (FORMAT.md §3); called for every layer in order.
+// Writes the bytes that a layer's subkv.blk.N.basis has after decoding (FORMAT.md §3). It is called for every layer in
+// order.
 using BasisBytes = std::function<void(const LayerSpec &, uint8_t *)>;
 
-// Completes a layout that does not come from a file: `header` has all but the layers. Throws as load_layout.
+// Completes a layout that does not come from a file. `header` has all but the layers. Throws as load_layout.
 std::shared_ptr<const Layout> make_layout(const std::shared_ptr<Layout> & header, const std::vector<LayerSpec> & specs,
                                           const BasisBytes & bases);
 
-// The budget of the file's layout with this fingerprint; 0: none.
+// The budget of the file's layout with this fingerprint, or 0 if there is none.
 float budget_of_fingerprint(const Layout & layout, const std::string & fingerprint);
 
-// true: the GGUF has subkv.* keys. Throws Invalid if it is not a readable GGUF.
+// Returns true if the GGUF has subkv.* keys. Throws Invalid if it is not a readable GGUF.
 bool layout_present(const char * path);
 
-// The subkv.layout string in canonical form (no spaces, members in FORMAT.md's order): part of the fingerprint.
+// The subkv.layout string in canonical form (no spaces, members in FORMAT.md's order), which is part of the
+// fingerprint.
 std::string canonical_layout(const std::vector<LayerSpec> & layers);
 
 // The JSON of subkv_layout_json (subkv.h).
@@ -164,7 +169,7 @@ std::string constants_to_json();
 
 } // namespace subkv
 
-// The C interface's handle; subkv_attach shares `p` with the context.
+// The C interface's handle. subkv_attach shares `p` with the context.
 struct subkv_layout {
     std::shared_ptr<const subkv::Layout> p;
     std::string                          json;

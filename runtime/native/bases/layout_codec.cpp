@@ -43,7 +43,7 @@ std::vector<float> project_mean(const HeadCodec & head, const std::vector<uint16
     return offset;
 }
 
-// true: a band's rows of E and D are zero in elements [j0, j1).
+// Returns true if a band's rows of E and D are zero in elements [j0, j1).
 static bool silent(const HeadCodec & keys, const Band & band, int j0, int j1) {
     for (const uint16_t * m : { keys.encode.halves, keys.decode.halves }) {
         for (int i = band.first; i < band.first + band.n; ++i) {
@@ -88,13 +88,13 @@ HeadCodec latent_values(const std::string & key, const HeadCodec & keys, int d_v
     return values;
 }
 
-// Converts a row [d] to bytes times a half; false: the row has no such form.
+// Converts a row [d] to bytes times a half. Returns false if the row has no such form.
 static bool as_bytes(const uint16_t * row, int64_t d, int8_t * bytes, uint16_t & step) {
     float largest = 0.0f;
     for (int64_t j = 0; j < d; ++j) {
         largest = std::max(largest, std::fabs(ggml_fp16_to_fp32(row[j])));
     }
-    // the largest is at least 64 times a step, or 0
+    // The largest is at least 64 times a step, or 0.
     for (int times = 127; times >= 64; --times) {
         step          = ggml_fp32_to_fp16(largest / (float) times);
         const float s = ggml_fp16_to_fp32(step);
@@ -115,7 +115,7 @@ static bool as_bytes(const uint16_t * row, int64_t d, int8_t * bytes, uint16_t &
 }
 
 // Copies a matrix [r][d], in halves, to `storage` and advances it. Groups of 8 rows at its end whose entries are
-// multiples (-127 .. 127) of one half per row become bytes; `step` receives these halves.
+// multiples (-127 .. 127) of one half per row become bytes, and `step` receives these halves.
 static Matrix stored_matrix(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& storage,
                             std::vector<uint16_t> & step) {
     constexpr int64_t   GROUP = 8;
@@ -126,7 +126,7 @@ static Matrix stored_matrix(const uint16_t * halves, int64_t r, int64_t d, uint1
            as_bytes(halves + (first - 1) * d, d, bytes.data() + (first - 1) * d, step[(size_t) first - 1])) {
         --first;
     }
-    first = (first + GROUP - 1) / GROUP * GROUP; // 8 * d is a multiple of 64: all parts are aligned
+    first = (first + GROUP - 1) / GROUP * GROUP; // 8 * d is a multiple of 64, so that all parts are aligned
     step.erase(step.begin(), step.begin() + first);
     std::copy_n(halves, first * d, storage);
     const uint16_t * of_first = storage;

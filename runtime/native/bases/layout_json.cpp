@@ -85,7 +85,7 @@ private:
                 case 5: heads(name + ".v", spec.v); break;
             }
         });
-        // checks of several members, after the object's end because the order of members is free
+        // Checks that involve several members come after the object's end, because the order of members is free.
         check_heads("k", spec.k, spec.n_head_kv, spec.d_k);
         const bool latent = spec.v.empty() && spec.n_head_kv == 1 && spec.d_v <= spec.d_k;
         if (!latent) {
@@ -140,7 +140,7 @@ private:
         head.bands[head.n_bands++] = { (uint16_t) n, (uint16_t) bits };
     }
 
-    // { name: value, ... } with every name exactly once, in any order; member(i) reads the value of the i-th name.
+    // { name: value, ... } with every name exactly once, in any order. member(i) reads the value of the i-th name.
     template <typename F> void object(std::initializer_list<std::string_view> names, F member) {
         const std::string here = where;
         unsigned          seen = 0;

@@ -47,7 +47,7 @@ void add_text(Sha256 & sha, std::string_view text) {
     sha.update(text.data(), text.size());
 }
 
-// Bytes of a value; 0: a string or an array.
+// Bytes of a value, or 0 for a string or an array.
 size_t scalar_bytes(gguf_type type) {
     switch (type) {
         case GGUF_TYPE_UINT8:
@@ -121,7 +121,7 @@ gguf_context_ptr open_gguf(const char * path_or_null, ggml_context_ptr * tensors
     if (!file) {
         throw Unavailable(path, "a readable GGUF file", std::strerror(errno));
     }
-    // ggml reports these defects only in its log
+    // ggml reports these defects only in its log.
     uint8_t head[24] = {};
     errno            = 0;
     file.read((char *) head, sizeof(head));

@@ -14,7 +14,7 @@ namespace subkv {
 
 constexpr const char * KEYS_DIGEST = "subkv.keys.sha256";
 
-// Opens a complete file without reading its tensors. tensors: receives their shapes, in order. Throws Invalid.
+// Opens a complete file without reading its tensors, whose shapes `tensors` receives in order. Throws Invalid.
 gguf_context_ptr open_gguf(const char * path_or_null, ggml_context_ptr * tensors = nullptr);
 
 inline uint32_t le32(const uint8_t * p) {
@@ -25,7 +25,7 @@ bool        is_ours(const char * key);
 bool        is_basis(std::string_view key); // subkv.blk.N.basis
 std::string shortened(std::string s);       // for an error message
 
-// The value of KEYS_DIGEST (converter/FORMAT.md §1.2); the fingerprint covers the bases.
+// The value of KEYS_DIGEST (converter/FORMAT.md §1.2), where the fingerprint covers the bases.
 std::string keys_digest(const gguf_context * ctx, const std::string & fingerprint);
 
 // All methods throw Invalid.
@@ -40,7 +40,7 @@ public:
 
     uint32_t optional_u32(const std::string & key, uint32_t absent) const;
 
-    // UTF-8 text; optional_str: empty if absent; allowed: one of these values.
+    // UTF-8 text, and must be one of `allowed`. optional_str returns "" if the key is absent.
     std::string str(const std::string & key) const;
     std::string optional_str(const std::string & key) const;
     std::string str(const std::string & key, std::initializer_list<const char *> allowed) const;
@@ -55,7 +55,7 @@ private:
     const gguf_context * ctx;
 };
 
-// Bits of an element of recent rows, from this key; 16 if it is absent.
+// The bits of an element of recent rows, from this key, or 16 if it is absent.
 int read_recent_bits(const Keys & keys, const std::string & key);
 
 } // namespace subkv

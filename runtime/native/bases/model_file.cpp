@@ -28,9 +28,9 @@ namespace subkv {
 namespace {
 
 constexpr uint64_t SAMPLE    = 4096; // bytes
-constexpr size_t   N_HASHING = 2;    // threads: the model is loaded at the same time
+constexpr size_t   N_HASHING = 2;    // threads, few because the model is loaded at the same time
 
-// An unsigned 16-bit key of split files; `otherwise` if it is absent or of another type.
+// An unsigned 16-bit key of split files, or `otherwise` if it is absent or of another type.
 uint16_t u16(const gguf_context * ctx, const char * key, uint16_t otherwise) {
     const int64_t i = gguf_find_key(ctx, key);
     return i >= 0 && gguf_get_kv_type(ctx, i) == GGUF_TYPE_UINT16 ? gguf_get_val_u16(ctx, i) : otherwise;
@@ -51,7 +51,7 @@ std::vector<uint8_t> shared_metadata(const gguf_context * ctx) {
     return bytes;
 }
 
-// true: `text` ends with `tail`. digits: a 0 of `tail` matches any digit.
+// Returns whether `text` ends with `tail`. With `digits`, a 0 of `tail` matches any digit.
 bool ends(const std::string & text, const std::string & tail, bool digits) {
     const auto same = [&](char of_tail, char c) {
         return digits && of_tail == '0' ? c >= '0' && c <= '9' : of_tail == c;

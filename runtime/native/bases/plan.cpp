@@ -42,7 +42,7 @@ std::vector<uint8_t> decoded(const std::string & key, std::string_view text) {
     return bytes;
 }
 
-// The encode matrices of a layer in order: of each head K, then V.
+// Reads the encode matrices of a layer in order, K and then V of each head.
 struct EncodeReader {
     const std::string &          key;
     const std::vector<uint8_t> & bytes;
@@ -64,7 +64,8 @@ struct EncodeReader {
         return (double) ggml_fp16_to_fp32(bits);
     }
 
-    // [d][d]; in_bytes: its rows are in bytes, and so are those of the matrices derived from it. mixed: already.
+    // Reads [d][d]. in_bytes says that its rows are in bytes, and so are those of the matrices derived from it. `mixed`
+    // says that they are mixed already.
     Doubles matrix(int d, bool & in_bytes, bool & mixed) {
         const uint8_t form = *take(1);
         if (form > 3) {
@@ -142,7 +143,7 @@ void mix_rows(double * rows, size_t n, size_t d) {
     }
 }
 
-// m [n][n] becomes the transpose of its inverse (Gauss-Jordan in place). false: it has none.
+// m [n][n] becomes the transpose of its inverse (Gauss-Jordan in place). Returns false if it has none.
 bool invert(Doubles & m, size_t n) {
     std::vector<size_t> pivots(n);
     for (size_t k = 0; k < n; ++k) {
@@ -184,7 +185,7 @@ bool invert(Doubles & m, size_t n) {
     return true;
 }
 
-// E[x^|x] / x of the best quantizer of a Gaussian: D is divided by it.
+// E[x^|x] / x of the best quantizer of a Gaussian, by which D is divided.
 double gain(int bits) {
     switch (bits) {
         case 2: return 0.9116;
@@ -208,7 +209,7 @@ void write_halves(const std::string & key, const Doubles & m, size_t n, uint8_t 
     }
 }
 
-// Writes E and D of one head's K or V. mixed: the rows of encode are.
+// Writes E and D of one head's K or V. `mixed` says that the rows of encode are mixed.
 void write_matrices(const std::string & key, Doubles encode, size_t d, const HeadSpec & spec, bool mixed,
                     bool encode_in_bytes, bool decode_in_bytes, uint8_t *& out) {
     const auto rank      = (size_t) spec.rank();
@@ -278,7 +279,7 @@ bool same_shape(const std::vector<LayerSpec> & a, const std::vector<LayerSpec> &
     });
 }
 
-// A member of a flat JSON object of numbers; 0 if it is missing or invalid.
+// A member of a flat JSON object of numbers, or 0 if it is missing or invalid.
 float number_in(const std::string & json, const std::string & name) {
     const std::string  key   = '"' + name + "\":";
     const size_t       at    = json.find(key);
@@ -290,7 +291,7 @@ float number_in(const std::string & json, const std::string & name) {
 } // namespace
 
 void round_to_bytes(double * row, size_t d) {
-    constexpr double TO_INTEGER = 6755399441055744.0; // 1.5 * 2^52: adding it rounds to nearest even
+    constexpr double TO_INTEGER = 6755399441055744.0; // 1.5 * 2^52, which rounds to nearest even when it is added
     double           largest    = MIN_LARGEST;
     for (size_t j = 0; j < d; ++j) {
         largest = std::max(largest, std::fabs(row[j]));

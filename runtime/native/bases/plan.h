@@ -16,12 +16,13 @@ constexpr size_t MAX_PLANS = 16;
 // Reads the budgets of the file's layout and of its plans into `layout`.
 void read_budgets(const Keys & keys, Layout & layout);
 
-// Rounds a row to multiples of a step whose significand has 4 bits: the step of the smallest error.
+// Rounds a row to multiples of the step that has the smallest error among those whose significand has 4 bits.
 void round_to_bytes(double * row, size_t d);
 
 class Plan {
 public:
-    // Reads plan i and replaces the sizes in `layout` by its own. base: of subkv.layout. Throws Invalid.
+    // Reads plan i and replaces the sizes in `layout` by its own. `base` are the layers of subkv.layout. Throws
+    // Invalid.
     Plan(const Keys & keys, size_t i, const std::vector<LayerSpec> & base, Layout & layout);
 
     const std::string name; // of its keys, without the last part
@@ -33,7 +34,7 @@ public:
     std::vector<std::vector<uint8_t>> derive() const;
 
 private:
-    // factors: of this layer.
+    // `factors` are this layer's.
     void derive_layer(const LayerSpec & spec, const uint8_t * factors, uint8_t * out) const;
 
     const Keys &           keys_;

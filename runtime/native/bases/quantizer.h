@@ -6,7 +6,7 @@
 
 namespace subkv {
 
-// The best step, in standard deviations. A 16-bit coefficient has none: 0.
+// The best step, in standard deviations, or 0 for a 16-bit coefficient, which has none.
 inline double quantizer_step(int32_t bits) {
     switch (bits) {
         case 2: return 0.9956867034216746;

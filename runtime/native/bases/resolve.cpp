@@ -34,7 +34,7 @@ constexpr ggml_type ORDINARY[] = { GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF1
     throw Invalid({ SUBKV_ERROR_INVALID, field, reason });
 }
 
-// The same error about a field of the request.
+// Makes the same error about a field of the request.
 Invalid about(const char * field, const Error & e) {
     return Invalid(Error{ e.kind, field, (e.key.empty() ? "" : e.key + ": ") + e.reason, e.remedy });
 }
@@ -54,7 +54,7 @@ bool is_file(const std::string & path) {
 //
 
 struct Types {
-    std::string both, k, v; // "": not asked
+    std::string both, k, v; // "" if it is not asked
 
     bool asked() const { return !both.empty() || !k.empty() || !v.empty(); }
 
@@ -174,7 +174,7 @@ void check_ordinary(const CacheChoice & choice, const CacheRequest & asked) {
 // window
 //
 
-// variable: its number stands for one that is not asked; nullptr: no variable does.
+// If nothing is asked, the number of `variable` stands for it, unless it is nullptr.
 int32_t tokens(int32_t asked, const char * field, const char * variable, int32_t most, int32_t otherwise) {
     if (asked > most) {
         refuse_field(field, "expected 0 to " + std::to_string(most) + " tokens, found " + std::to_string(asked));

@@ -18,7 +18,7 @@ struct CacheChoice {
     bool                          automatic = false;
     int32_t                       source    = SUBKV_BASES_NONE;
     std::string                   path;
-    std::shared_ptr<const Layout> layout; // nullptr: an ordinary cache
+    std::shared_ptr<const Layout> layout; // nullptr for an ordinary cache
     float                         bits = 0.0f, bits_default = 0.0f;
     int32_t                       n_sink = 0, n_recent = 0, n_rollback = 0;
     std::string                   adapt;
@@ -29,12 +29,12 @@ struct CacheChoice {
     bool coded() const { return type_k == "subkv"; }
 };
 
-// The choice of the type alone, before any search: `bits` are those that are asked, and `path` is a file that is named.
-// Throws as resolve().
+// Chooses only the type, before any search. `bits` are those that are asked, and `path` is a file that is named. Throws
+// as resolve().
 CacheChoice choose_type(const CacheRequest & asked);
 
-// Throws Invalid; the key is the field of the request that the error is about, or a variable. Two more keys tell apart
-// what a program advises: "sidecar" is a file that was found and cannot be used, "derive" a model without bases.
+// Throws Invalid, whose key is the field of the request that the error is about, or a variable. Two more keys tell
+// apart what a program advises: "sidecar" is a file that was found and cannot be used, "derive" a model without bases.
 CacheChoice resolve(const CacheRequest & asked);
 
 // A coded cache with these bases and the window that is asked. Throws as resolve().

@@ -23,7 +23,7 @@ struct MetaValue {
     double               real    = 0.0; // of both kinds of numbers
     std::string          text;
     std::vector<int64_t> list;             // of integers or booleans
-    bool                 integers = false; // false: a list of other values, which `list` lacks
+    bool                 integers = false; // false if it is a list of other values, which `list` lacks
 
     bool is_integer() const { return kind == Kind::INTEGER; }
 
@@ -38,30 +38,30 @@ struct WeightMatrix {
     size_t      file   = 0; // index in the model's files
     uint64_t    offset = 0;
     int         type   = 0;
-    int64_t     n_rows = 0, n = 0; // n: elements of a row
+    int64_t     n_rows = 0, n = 0; // n is the number of elements of a row
     size_t      row_bytes = 0;
 
-    const subkv_matrix * memory = nullptr; // its rows; else they are in the file
+    const subkv_matrix * memory = nullptr; // its rows, which are else in the file
 };
 
-// All files of a model. Methods are thread-safe; they throw Invalid about a key or a tensor.
+// All files of a model. Methods are thread-safe, and throw Invalid about a key or a tensor.
 class WeightsFile {
 public:
-    // `path`: the first file of a split model. Throws Invalid.
+    // `path` is the first file of a split model. Throws Invalid.
     explicit WeightsFile(const std::string & path);
-    // A model in memory; the matrices must outlive this object. Throws Invalid.
+    // A model in memory, whose matrices must outlive this object. Throws Invalid.
     WeightsFile(const gguf_context * metadata, const subkv_matrix * matrices, int32_t n);
 
     const std::string & arch() const { return arch_; }
 
     MetaValue get(const std::string & key) const;
-    // The same of a key of the model's architecture: `attention.head_count`.
+    // The same for a key of the model's architecture, such as `attention.head_count`.
     MetaValue of_arch(const std::string & key) const { return get(arch_ + "." + key); }
 
     bool has_tensor(const std::string & name) const { return tensors_.count(name) != 0; }
 
     WeightMatrix matrix(const std::string & name) const;
-    // All elements of a tensor, in double; nothing if it is missing.
+    // All elements of a tensor, in double, or nothing if it is missing.
     std::optional<std::vector<double>> vector(const std::string & name) const;
 
 private:
@@ -88,8 +88,8 @@ class RowReader {
 public:
     explicit RowReader(const WeightsFile & weights) : weights_(weights) {}
 
-    // Calls use(row) for rows first, first + step, ... below first + count, in order; `row`: matrix.n values, which the
-    // callee may change. Throws Invalid.
+    // Calls use(row) for rows first, first + step, ... below first + count, in order. A `row` has matrix.n values,
+    // which the callee may change. Throws Invalid.
     template <typename F>
     void rows(const WeightMatrix & matrix, int64_t first, int64_t count, int64_t step, F use) {
         const int64_t block = step > 1 ? 1 : rows_at_once(matrix);

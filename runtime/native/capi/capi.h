@@ -7,7 +7,7 @@
 
 namespace subkv {
 
-// The functions of libllama; nullptr: it has created no context since this library was loaded.
+// The functions of libllama, or nullptr if it has created no context since this library was loaded.
 const LlamaCalls * llama_calls();
 
 // The functions of the prompt store for libllama.
@@ -16,7 +16,7 @@ StoreCalls store_calls();
 // A handle of the C interface, to be freed by subkv_layout_free.
 subkv_layout * new_layout(std::shared_ptr<const Layout> p);
 
-// The coefficient cache of a context; nullptr: none. Sizes as in LlamaCalls::cache_of.
+// The coefficient cache of a context, or nullptr if there is none. Sizes as in LlamaCalls::cache_of.
 const Cache * cache_of(llama_context * ctx, RowSizes * sizes = nullptr);
 
 // Throws Invalid if no kernels can run.
@@ -29,7 +29,7 @@ const Cache & coding(llama_context * ctx, int32_t il, int32_t head_kv, int32_t s
 const HeadCodec & coded_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
                              bool value);
 
-// The same for a head with its own E; values of a latent layer have none.
+// The same for a head with its own E, which values of a latent layer do not have.
 const HeadCodec & encoding_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
                                 bool value);
 

@@ -70,8 +70,8 @@ bool subkv_decode_rows(const int32_t * bands, const float * ratio, int32_t n_ban
     return guarded("subkv_decode_rows", [&] {
         const HeadCodec codec = codec_of("subkv_decode_rows", bands, ratio, n_bands);
         check_room("subkv_decode_rows", n, rows, c);
-        // the reference: other versions may round a coefficient differently, and measurements of convert must not
-        // depend on the processor
+        // The reference, because other versions may round a coefficient differently, and measurements of convert must
+        // not depend on the processor.
         dequantize_rows(ops_ref(), codec, rows, n, c);
     });
 }

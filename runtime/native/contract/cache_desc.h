@@ -37,9 +37,9 @@ struct ReaderDesc {
 // Description of a K/V cache before its constructor allocates memory.
 struct CacheDesc {
     std::string arch;
-    std::string unsupported; // why this cache cannot store coefficients; empty: it can
-    std::string unobserved;  // why an observer cannot read its rows; empty: it can
-    std::string no_cache;    // why there is no K/V cache (other fields are then unset); empty: there is one
+    std::string unsupported; // why this cache cannot store coefficients, or empty if it can
+    std::string unobserved;  // why an observer cannot read its rows, or empty if it can
+    std::string no_cache;    // why there is no K/V cache (other fields are then unset), or empty if there is one
     int32_t     n_layer;
     uint32_t    n_cells; // per stream
     uint32_t    n_stream;

@@ -19,16 +19,17 @@ namespace subkv {
 struct LlamaCalls {
     // Writes a line to llama.cpp's log.
     void (*log)(const std::string & line);
-    // The hook of a context's cache (in an iswa cache: of the full-attention half); nullptr: none. sizes: of its rows, or
-    // nullptr.
+    // The hook of a context's cache (in an iswa cache, of the full-attention half), or nullptr if there is none.
+    // `sizes` is set to those of its rows, unless it is nullptr.
     CacheHook * (*cache_of)(llama_context * ctx, RowSizes * sizes);
-    // Calls `use` with one layer of that cache after all pending work of the context. false: no coefficient cache.
+    // Calls `use` with one layer of that cache after all pending work of the context. Returns false if there is no
+    // coefficient cache.
     bool (*rows)(llama_context * ctx, int32_t il, const rows_fn & use);
     int32_t (*resume)(const llama_context * ctx, int32_t seq, int32_t pos); // subkv_resume
     LoadedModel (*loaded_model)(const llama_context * ctx);
     bool (*take_refusal)(const llama_context & ctx, int32_t seq); // subkv_take_refusal
-    // What the bytes of a context's states depend on, except LoRA weights and control vectors. model: the model's digest;
-    // whole: states of the whole context, not of one sequence.
+    // What the bytes of a context's states depend on, except LoRA weights and control vectors. `model` is the model's
+    // digest, and `whole` means states of the whole context instead of one sequence.
     StateIdentity (*state_identity)(const llama_context & ctx, const std::string & model, bool whole);
     int64_t (*n_removable)(const llama_context & ctx); // subkv_store_removable
 };
@@ -47,10 +48,11 @@ struct StoreCalls {
     decltype(&subkv_store_found_free)   found_free;
     decltype(&subkv_store_get_stats)    stats;
 
-    // subkv_store_put without a copy of the states; prompt.state is ignored.
+    // As subkv_store_put, but without a copy of the states. It ignores prompt.state.
     bool (*put_states)(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
                        StoreStates && states, bool wait);
-    // model_digest (store/model_digest.h). Throws nothing: "" + last_error if it is unknown; is_final: it stays unknown.
+    // Calls model_digest (store/model_digest.h), but throws nothing. It returns "" and sets last_error if the digest is
+    // unknown, and sets is_final if it stays unknown.
     std::string (*content)(const LoadedModel & model, double seconds, bool & is_final);
     StoreIdentity (*digest)(const StateIdentity & identity); // SHA-256
 };

@@ -7,7 +7,8 @@
 
 namespace subkv {
 
-constexpr int32_t MAX_POSITION = 1 << 30; // exclusive; sums of a position and a few window sizes then fit an int32_t
+// exclusive, so that the sum of a position and a few window sizes fits an int32_t
+constexpr int32_t MAX_POSITION = 1 << 30;
 
 struct PosCell {
     int32_t pos;
@@ -15,7 +16,7 @@ struct PosCell {
 };
 
 // Cells of llama.cpp's cache. With M-RoPE all tokens of an image share one position in time and differ in height and
-// width, so a cell belongs to an image if its three positions differ. No exact window has image cells; every token
+// width, so a cell belongs to an image if its three positions differ. No exact window has image cells, and every token
 // reads their codes.
 class CellReader {
 public:
@@ -24,17 +25,17 @@ public:
     // Positions of cells 0 .. n-1 of a stream. An empty cell has -1, an image cell MAX_POSITION, which no window
     // reaches.
     virtual void positions(uint32_t stream, uint32_t n, int32_t * out) const = 0;
-    // Cells of a sequence with p0 <= pos < p1 except image cells; at most one per position.
+    // Cells of a sequence with p0 <= pos < p1 except image cells. There is at most one per position.
     virtual void find(int32_t seq, int32_t p0, int32_t p1, std::vector<PosCell> & out) const = 0;
     // The same with image cells.
     virtual void find_all(int32_t seq, int32_t p0, int32_t p1, std::vector<PosCell> & out) const = 0;
     // Does the cell also belong to another sequence?
     virtual bool shared(int32_t seq, int32_t cell) const = 0;
-    // The largest position of a sequence outside [p0, p1); -1: none.
+    // The largest position of a sequence outside [p0, p1), or -1 if there is none.
     virtual int32_t max_pos_outside(int32_t seq, int32_t p0, int32_t p1) const = 0;
 
     // First position in [p0, p1) at which dst has a cell that src does not share, so that a copy of src would add a
-    // second cell; -1: none.
+    // second cell, or -1 if there is none.
     int32_t doubled(int32_t src, int32_t dst, int32_t p0, int32_t p1) const {
         std::vector<PosCell> copied, there;
         find_all(src, p0, p1, copied);
@@ -59,7 +60,7 @@ public:
     }
 };
 
-// A token of a batch: its position and its sequences. `cell` is valid after llama.cpp has assigned cells.
+// A token of a batch, with its position and its sequences. `cell` is valid after llama.cpp has assigned cells.
 struct TokenDesc {
     int32_t         pos;
     int32_t         n_seq;

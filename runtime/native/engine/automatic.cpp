@@ -38,11 +38,11 @@ bool has_coded_layer(const Layout & layout, const CacheDesc & desc) {
     return std::any_of(desc.layers.begin(), desc.layers.end(), [&](auto & layer) { return layout.layer(layer.il); });
 }
 
-// The model that a value of SUBKV belongs to: a program may load several models, and free and load the same one again, by
-// another name.
+// The model that a value of SUBKV belongs to. A program may load several models, and free and load the same one again,
+// by another name.
 class Owners {
 public:
-    // true: the value belongs to this model, or to none yet.
+    // Returns true if the value belongs to this model, or to none yet.
     bool may_use(const std::string & value, const std::string & model) {
         std::lock_guard<std::mutex> lock(mutex_);
         const auto                  owner = owners_.find(value);
@@ -97,7 +97,7 @@ CacheChoice named_choice(CacheChoice (*decide)(const CacheRequest &), const Cach
     }
 }
 
-// setting: of SUBKV; "": unset.
+// `setting` is the value of SUBKV, or "" if it is unset.
 std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const CacheRequest & asked,
                                            const std::string & setting) {
     const CacheChoice type = named_choice(choose_type, asked);

@@ -12,15 +12,15 @@ namespace subkv {
 class Cache;
 struct RowSizes;
 
-// "coded K/V cache, ...; bases: ", to which words about the bases are added. n_windows: sequences with a window in this
-// size; the line adds the size of each further one.
+// "coded K/V cache, ...; bases: ", to which words about the bases are added. n_windows is the number of sequences with
+// a window in this size, and the line adds the size of each further one.
 std::string cache_line(const Cache & cache, const RowSizes & rows, int32_t n_windows);
 
 // resolve(), with errors in the words of llama.cpp's programs, which do not know the fields of a request. Throws Invalid.
 CacheChoice resolve_for_program(const CacheRequest & asked);
 
-// The cache that the context's types or the environment request; nullptr: an ordinary cache. Throws Invalid, with the
-// error set, if SUBKV's file or the model's own bases cannot be used.
+// The cache that the context's types or the environment request, or nullptr for an ordinary cache. Throws Invalid, with
+// the error set, if SUBKV's file or the model's own bases cannot be used.
 std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc);
 
 } // namespace subkv

@@ -26,21 +26,21 @@ class LayerBases {
 public:
     virtual ~LayerBases() = default;
 
-    // true: encode does not code this side's rows. The node of build_encode codes them later.
+    // If this returns true, encode does not code this side's rows, and the node of build_encode codes them later.
     virtual bool codes_later(bool value) const;
     // Bytes that a cell's row has after the codes of all heads.
     virtual size_t extra_bytes(bool value) const;
-    // The node after which attend runs. fresh: the node of encode. Layers on a GPU have static bases.
+    // The node after which attend runs. `fresh` is the node of encode. Layers on a GPU have static bases.
     virtual ggml_tensor * build_encode(LayerNodes & layer, const AttnBuild & b, ggml_tensor * fresh) const;
     // Ops::attend(args) for one head and cells of one stream. k_tiles and v_tiles are tiles of all heads that begin
     // with the first cell of args.
     virtual void attend(const AttendArgs & args, uint32_t stream, int64_t head, const uint8_t * k_tiles,
                         const uint8_t * v_tiles) const;
 
-    // If this side codes later: the first position without a code.
+    // The first position without a code, if this side codes later.
     virtual int32_t coded(uint32_t stream, int64_t head, bool value) const;
-    // Decodes cells [n] to x [n][d] as read_rows does. tiles: of all heads. version [n]: which of the bases over time
-    // has coded the cell; 0 means the file's.
+    // Decodes cells [n] to x [n][d] as read_rows does, from the tiles of all heads. version [n] tells which of the
+    // bases over time has coded the cell, where 0 means the file's.
     virtual void read(const LayerNodes & layer, uint32_t stream, int64_t head, bool value, const uint8_t * tiles,
                       int64_t stride, int64_t n, const int64_t * cells, float * x, int32_t * version) const;
 };
@@ -51,8 +51,8 @@ public:
     virtual ~BasisSource() = default;
 
     virtual const LayerBases & layer(int32_t il) const;
-    // true: a token gets its code after it has left the exact window. Then not every tail can be removed, positions do
-    // not move, and the window has halves, from which the codes are computed.
+    // Returns true if a token gets its code after it has left the exact window. Then not every tail can be removed,
+    // positions do not move, and the window has halves, from which the codes are computed.
     virtual bool codes_later() const;
 
     // Of the methods that check, those that return bool set the error and return false.
@@ -64,7 +64,7 @@ public:
     virtual bool    ready(const std::vector<TokenDesc> & tokens, bool causal, const Window & window,
                           const CellReader & cells) const;
 
-    // Differs between sources that cannot read each other's states; 0: static bases.
+    // Differs between sources that cannot read each other's states, or 0 for static bases.
     virtual uint64_t    identity() const;
     virtual std::string describe() const;      // for error messages
     virtual void        check_partial() const; // throws Invalid if states cannot be partial
@@ -80,7 +80,8 @@ public:
 // Creates the bases of a context. Throws Invalid if its model, window or streams do not allow them.
 using MakeBases = std::function<std::unique_ptr<BasisSource>(const Layout &, const Window &, const CacheDesc &)>;
 
-// The bases that the options `adapt` request, as --adapt. key: who has chosen them, for errors. Throws Invalid.
+// The bases that the options `adapt` request, as --adapt. For errors, `key` names who has selected them. Throws
+// Invalid.
 MakeBases bases_of(const std::string & adapt, const char * key);
 
 } // namespace subkv

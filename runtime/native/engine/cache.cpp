@@ -17,14 +17,15 @@
 
 namespace subkv {
 
-// SUBKV_RESUME: how many tokens before the end of a shortened sequence need exact rows, so that a program evaluates
-// those without one again. Throws Invalid.
+// SUBKV_RESUME is the number of tokens before the end of a shortened sequence that need exact rows, so that a program
+// evaluates those without one again. Throws Invalid.
 static int32_t resume_of_environment() {
     constexpr int32_t N_RESUME = 32; // as exact as an unbroken window (docs/limits.md#edits)
     return (int32_t) number_of("SUBKV_RESUME", 0, MAX_RECENT, N_RESUME);
 }
 
-// SUBKV_DEFER: 0: a GPU makes the codes of a decoded token with it, 1: those of many tokens later. Throws Invalid.
+// With SUBKV_DEFER=0, a GPU makes the codes of a decoded token with it, and with 1 those of many tokens later. Throws
+// Invalid.
 static bool defer_of_environment() {
     return number_of("SUBKV_DEFER", 0, 1, 1) == 1;
 }
@@ -292,8 +293,8 @@ void Cache::wait_for_devices() const {
     }
 }
 
-// The list is encoded only when a token no longer reads one of its rows exactly: for a sequence, once in n_recent
-// tokens.
+// The list is encoded only when a token no longer reads one of its rows exactly, which happens once in n_recent tokens
+// of a sequence.
 void Cache::encode_uncoded() const {
     if (uncoded_.empty()) {
         return;
@@ -475,7 +476,7 @@ void Cache::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens,
     if (!in.defers_codes || uncoded_.needed(tokens, exact)) {
         encode_uncoded();
     }
-    // ggml does not allocate inputs that no node reads (no coded layer)
+    // ggml does not allocate inputs that no node reads, as in a graph without coded layers.
     if (in.cell_pos->data) {
         const int64_t n_kv = in.cell_pos->ne[0];
         for (int64_t s = 0; s < in.cell_pos->ne[1]; ++s) {

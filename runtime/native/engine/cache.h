@@ -28,8 +28,8 @@ struct LayerNodes {
     const LayerBases * bases;
     NodeReports *      reports;
     int32_t            n_head;
-    int32_t            owner;                 // the layer that stores the rows: itself, or another one that it reads
-    std::vector<float> means;                 // [n_head_kv][d_k] means of keys, subtracted before coding
+    int32_t            owner; // the layer that stores the rows, which is this one, or another one whose rows it reads
+    std::vector<float> means; // [n_head_kv][d_k] means of keys, subtracted before coding
     int32_t            n_readers      = 0;    // other layers that read its rows
     float              scale          = 0.0f; // set when the graph is built, constant per model
     float              softcap        = 0.0f;
@@ -40,7 +40,8 @@ struct LayerNodes {
     bool               by_rows        = false;   // the cache stores rows, not tiles (cells.h)
     bool               gathers        = false;   // attend can read a list of selected cells
 
-    // While a shift is pending: the parts of this layer whose keys are rotated, and whether there are any (node_shift.cpp).
+    // While a shift is pending, the parts of this layer whose keys are rotated, and whether there are any
+    // (node_shift.cpp).
     std::vector<uint8_t> rotated = {};
     bool                 shifted = false;
 
@@ -48,7 +49,7 @@ struct LayerNodes {
     ggml_tensor * k_cache = nullptr; // then the cells of all streams, set when the graph is built
     ggml_tensor * v_cache = nullptr;
 
-    std::unique_ptr<DeviceLayer> device = nullptr; // for a cache on a GPU; nullptr: CPU nodes
+    std::unique_ptr<DeviceLayer> device = nullptr; // for a cache on a GPU, or nullptr for CPU nodes
     ggml_backend_buffer_type_t   buft   = nullptr; // of the cache on a GPU
 
     const WindowRows & window_rows() const { return window->rows(owner); }
@@ -59,12 +60,12 @@ struct LayerNodes {
 void reserve_shift(LayerNodes & layer, int64_t n_cells);
 void build_shift_node(LayerNodes & layer, const ShiftBuild & b);
 
-// Builds the nodes of one layer; returns F32 [d_v * n_head, n_tokens].
+// Builds the nodes of one layer, and returns F32 [d_v * n_head, n_tokens].
 ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b);
 
 class Cache final : public CacheHook {
 public:
-    // the request's layout or the observer may be null
+    // The request's layout or the observer may be null.
     Cache(const CacheDesc & desc, const CacheChoice & choice, subkv_observer * observer);
 
     bool    report(const std::string & reason) const override;
@@ -104,7 +105,7 @@ public:
     void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) override;
     void check_rows(int32_t il, bool value, int64_t n, const uint8_t * rows) const override;
 
-    // Reason why the bases do not belong to this cache's model; "": they do.
+    // Reason why the bases do not belong to this cache's model, or "" if they do.
     static std::string misfit(const Layout & layout, const CacheDesc & desc);
 
     // The line about this cache, with these words about its bases, is logged once the context's memory is complete.
@@ -117,16 +118,17 @@ public:
     const Layout *      layout() const { return layout_.get(); }
     const BasisSource & bases() const { return *bases_; }
 
-    // subkv_read_rows; t: K or V tensor of the coded layer il; head: one of its KV heads.
+    // As subkv_read_rows, where t is the K or V tensor of the coded layer il, and head one of its KV heads.
     int64_t read(const CellReader & cells, const ggml_tensor * t, int32_t il, int64_t head, bool value, int32_t seq,
                  int32_t first, int64_t n, float * x, int32_t * version_of) const;
 
-    // Cells [first, first + n) of t, K or V of a coded layer, all streams, as rows of halves [n][width], and rows stored
-    // at cells; keys without gamma, so that a row that is read and stored again keeps its codes.
+    // These convert cells [first, first + n) of t, the K or V of a coded layer with all streams, to rows of halves
+    // [n][width], and store such rows at cells. Keys have no gamma, so that a row that is read and stored again keeps
+    // its codes.
     int32_t width(int32_t il, bool value) const;
     void decode_cells(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n, uint16_t * rows) const;
     void encode_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint16_t * rows);
-    // The window's row [width]. false: it does not hold the position.
+    // Copies the window's row [width]. Returns false if the window does not hold the position.
     bool exact_row(int32_t il, bool value, int32_t seq, int32_t pos, uint16_t * row) const;
     // Stores a row in the window. Call it for all coded layers and both sides.
     void set_exact_row(int32_t il, bool value, int32_t seq, int32_t pos, const uint16_t * row);
@@ -143,14 +145,14 @@ private:
     StateIdentity identity() const;                  // of states
     size_t        row_bytes(const LayerNodes & nodes, bool value) const;
     void          set_facts();
-    // The layer that stores il's rows in this cache; -1: they are in another cache.
+    // The layer that stores il's rows in this cache, or -1 if they are in another cache.
     int32_t owner(int32_t il) const;
     // Creates the nodes of a layer that stores, or reads, rows of `codec`.
     void add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const LayerCodec & codec);
 
     std::shared_ptr<const Layout>  layout_;
     subkv_observer *               observer_;
-    std::map<int32_t, int32_t>     owners_; // of this cache's layers, without those of a sliding half: see owner()
+    std::map<int32_t, int32_t>     owners_; // of this cache's layers, without those of a sliding half (see owner())
     Window                         window_;
     uint32_t                       n_cells_;
     uint32_t                       n_stream_;
@@ -159,11 +161,11 @@ private:
     std::unique_ptr<BasisSource>   bases_              = std::make_unique<BasisSource>();
     std::string                    devices_;
     NodeReports                    reports_;
-    std::map<int32_t, ObserveData> observed_; // by layer; stable addresses
+    std::map<int32_t, ObserveData> observed_; // by layer, at stable addresses
     std::optional<std::string>     announced_;
     mutable UncodedRows            uncoded_; // cells have the same content on the list and after it
 
-    std::vector<std::unique_ptr<LayerNodes>> nodes_; // by il, null: ordinary
+    std::vector<std::unique_ptr<LayerNodes>> nodes_; // by il, null if the layer is ordinary
 };
 
 } // namespace subkv

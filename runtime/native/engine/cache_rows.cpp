@@ -77,7 +77,7 @@ void Cache::set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int
     }
 }
 
-// Only 16-bit bands can hold other numbers: every byte of the others is a code.
+// Only 16-bit bands can hold other numbers, because every byte of the others is a code.
 void Cache::check_rows(int32_t il, bool value, int64_t n, const uint8_t * rows) const {
     const LayerNodes & layer = *nodes_[(size_t) il];
     const auto         row   = (int64_t) row_bytes(layer, value);

@@ -15,7 +15,7 @@ constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '6' };
 // What a state requires of the cache that reads it, without the fingerprint of the layout, as the head has it.
 struct StateNumbers {
     int32_t  n_sink, n_recent, n_rollback;
-    int32_t  n_seq;      // sequences of a state of the whole context; 0: a state of one sequence
+    int32_t  n_seq;      // sequences of a state of the whole context, or 0 for a state of one sequence
     uint64_t bases;      // BasisSource::identity()
     uint64_t exact_rows; // Window::kinds()
 };
@@ -116,7 +116,7 @@ std::vector<uint64_t> Cache::read_head(StateReader & r, int32_t seq, bool partia
     return moves;
 }
 
-// Streams of a state: that of one sequence, or all.
+// The streams of a state, which are that of one sequence, or all.
 static std::pair<uint32_t, uint32_t> streams(int32_t seq, uint32_t n_stream) {
     return seq < 0 ? std::pair{ 0u, n_stream } : std::pair{ (uint32_t) seq, (uint32_t) seq + 1 };
 }

@@ -30,7 +30,8 @@ private:
 // The bytes of the tiles that cells [first, first + n) are in.
 HostBytes host_tiles(const LayerNodes & layer, const ggml_tensor * t, int64_t first, int64_t n);
 
-// Ops::encode into cells of a layer, all in one tile; stride: bytes from one tile to the next.
+// Ops::encode into cells of a layer, which are all in one tile. `stride` is the number of bytes from one tile to the
+// next.
 int64_t encode_cells(const LayerNodes & layer, const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx,
                      int64_t n, const int64_t * cells, uint8_t * tiles, int64_t stride);
 

@@ -49,7 +49,7 @@ public:
 
     // Does it have kernels for STORE_AND_ATTEND, which makes no codes, and for encode_window, which makes them later?
     virtual bool defers_codes() const { return false; }
-    // Encodes rows of the window into their cells; called, like `wait`, while the device has no other work.
+    // Encodes rows of the window into their cells. Like `wait`, it is called while the device has no other work.
     virtual void encode_window(const ggml_tensor * k_cache, const ggml_tensor * v_cache,
                                const std::vector<UncodedRow> & rows) const {
         GGML_UNUSED(k_cache);
@@ -61,7 +61,7 @@ public:
     virtual const char * refusal(NodeKind kind, ggml_tensor * node) const = 0;
 };
 
-// GPU kernels in this build: "cuda", "vulkan", or nullptr.
+// The GPU kernels in this build, "cuda" or "vulkan", or nullptr if there are none.
 const char * device_kernels();
 
 // Do they support caches in this type of buffer?
@@ -73,10 +73,10 @@ size_t device_max_range(ggml_backend_buffer_type_t buft);
 // Throws std::runtime_error if device memory is short.
 std::unique_ptr<DeviceLayer> make_device_layer(const LayerNodes & layer, ggml_backend_buffer_type_t buft);
 
-// The function of a device layer's nodes; its address identifies them to the backend.
+// The function of a device layer's nodes. The backend recognizes them by its address.
 void device_op(ggml_tensor * dst, int ith, int nth, void * userdata);
 
-// DeviceLayer::userdata of a node; nullptr: another custom node.
+// DeviceLayer::userdata of a node, or nullptr for another custom node.
 inline void * device_userdata(const ggml_tensor * t) {
     struct { // ggml_custom_op_params, which is private to ggml
         ggml_custom_op_t fun;

@@ -20,7 +20,7 @@ template <typename Gpu, typename Attend> void set_mask(Attend & a, const ggml_te
     a.mask_half = mask->type == GGML_TYPE_F16;
 }
 
-// Source rows; Rows: Encode or StoreRows.
+// Sets the source rows of Encode or StoreRows.
 template <typename Gpu, typename Rows> void set_rows(Rows & r, const ggml_tensor * k, const ggml_tensor * v) {
     r.k       = Gpu::place(k);
     r.v       = Gpu::place(v);
@@ -78,7 +78,7 @@ template <typename Gpu> auto partial_args(const GpuTables<Gpu> & layer, const gg
     return a;
 }
 
-// Sources: of a node that attends.
+// The arguments of a node that attends. `Sources` are those of the node.
 template <typename Sources, typename Gpu> auto attend_args(const GpuTables<Gpu> & layer, const ggml_tensor * dst) {
     const auto                      in = sources_of<Sources>(dst);
     typename GpuTables<Gpu>::Attend a  = partial_args(layer, in.q, in.k_view, dst);

@@ -8,9 +8,10 @@
 
 namespace subkv {
 
-// Gpu: the kernels' argument types, whose members have the same names for both kinds; Device: identifies a device;
-// place(t): a tensor's data; behind(place, bytes); complete(attend, window, rest): members of one kind only, `rest`
-// follows the scratch; DEFERS_CODES: it has store_and_attend.
+// `Gpu` has the kernels' argument types, whose members have the same names for both kinds of GPU. Gpu::Device
+// identifies a device, place(t) is a tensor's data, and behind(place, bytes) is a place behind it. complete(attend,
+// window, rest) sets the members that only one kind has, where `rest` follows the scratch. DEFERS_CODES says that it
+// has store_and_attend.
 template <typename Gpu> class GpuTables : public DeviceLayer {
 public:
     using Encode  = typename Gpu::Encode;

@@ -13,7 +13,7 @@ namespace subkv {
 
 namespace {
 
-// The open tiles are in [first, last); first begins a step.
+// The open tiles are in [first, last), and `first` begins a step.
 struct OpenTiles {
     int64_t first, last;
 };
@@ -69,8 +69,8 @@ void fill_listed_row(const ggml_tensor * mask, const int32_t * cells, int64_t h,
     }
 }
 
-// Copies the cells of a list, or cells that are stored as rows (cells nullptr: all of them), into consecutive tiles,
-// and points `a` to them.
+// Copies the cells of a list, or cells that are stored as rows (all of them if `cells` is nullptr), into consecutive
+// tiles, and points `a` to them.
 void gather(AttendArgs & a, const int32_t * cells, const LayerNodes & layer, std::vector<uint8_t> & keys,
             std::vector<uint8_t> & values) {
     const auto side = [&](const HeadCodec & codec, const uint8_t *& tiles, int64_t & stride,
@@ -96,7 +96,7 @@ struct Scratch {
     std::vector<uint8_t> open, values, keys;
 };
 
-// The stages of a unit of work: some heads of one block of tokens and one split of the cells.
+// The stages of a unit of work, which is some heads of one block of tokens and one split of the cells.
 class Attend {
 public:
     Attend(ggml_tensor * dst, const LayerNodes & layer, Scratch & scratch_of_thread) :
@@ -159,12 +159,13 @@ private:
         return (const uint8_t *) view->data + stream * view->nb[2] + c * view->nb[1] + offset;
     }
 
-    // The list of the block's only token from cell c on; nullptr: all cells are read.
+    // The list of the block's only token from cell c on, or nullptr if all cells are read.
     const int32_t * list_of(int64_t c) const {
         return listed ? (const int32_t *) listed->data + t0 * s.n_kv + c : nullptr;
     }
 
-    // The mask of a head in a segment that begins at cell c0. Sets `open`: tiles that any token of the block sees.
+    // The mask of a head in a segment that begins at cell c0. Sets `open` to the tiles that any token of the block
+    // sees.
     MaskRows mask_of_segment(int64_t h, int64_t c0, int64_t n_tiles) {
         const MaskSources sources = { in.mask, in.cell_pos, in.tokens };
         const MaskRows    mask = shared ? mask_rows(shared, s.n_kv).of(mask_of(in.mask, h) * s.n_tokens + t0, c0) : own;
@@ -182,7 +183,7 @@ private:
         return mask;
     }
 
-    // a.k_tiles, a.v_tiles: of cell c; mask: from there on.
+    // a.k_tiles and a.v_tiles point to cell c, and `mask` begins there.
     AttendArgs args_of(int64_t h, int64_t c, int64_t n_cells, const MaskRows & mask, const RowStates & into) const {
         AttendArgs a;
         a.k           = &codec.k[(size_t) h];
@@ -207,7 +208,8 @@ private:
         return a;
     }
 
-    // Attends to the open tiles of a segment. A split has one segment; without splits the segments' states are merged.
+    // Attends to the open tiles of a segment. A split has one segment, and without splits the states of segments are
+    // merged.
     void head(int64_t h, int64_t c0, OpenTiles tiles, const MaskRows & mask) {
         const int64_t   c    = c0 + tiles.first * TILE;
         const RowStates all  = state_of(h);

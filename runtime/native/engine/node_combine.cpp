@@ -17,7 +17,7 @@ struct ExactKeys {
     struct Key {
         int32_t          pos;
         int32_t          cell; // index of its mask value
-        const uint16_t * row;  // of all heads; nullptr: no key
+        const uint16_t * row;  // of all heads, or nullptr if there is no key
         bool             integers;
     };
 
@@ -33,7 +33,7 @@ void ExactKeys::arrange() {
     int32_t last = -1;
     for (const Key & key : unordered) {
         const size_t at = (size_t) key.pos % PAGE;
-        // if a sequence ever has two keys of one position, they get different pages
+        // If a sequence ever has two keys of one position, they get different pages.
         if (key.pos / PAGE != last || keys[keys.size() - PAGE + at].row) {
             keys.resize(keys.size() + PAGE, { -1, -1, nullptr, false });
             last = key.pos / PAGE;
@@ -70,7 +70,7 @@ void gather_exact(const LayerNodes & layer, const CombineSources & in, const Att
             }
         }
     }
-    // a fresh row may be of another sequence, at the same position
+    // A fresh row may be of another sequence, at the same position.
     const auto sees = [&](int64_t t, int64_t j) {
         bool open = false; // to any KV head
         for (int64_t h = 0; h < n_masks(in.mask) && !open; ++h) {
@@ -176,7 +176,7 @@ private:
         }
     }
 
-    // The mask of the exact keys: those outside a token's exact window are coded cells of it.
+    // Masks the exact keys, because those outside a token's exact window are coded cells for it.
     void mask_exact() {
         const TokenRow * tokens   = token_rows(in.tokens);
         const int32_t    n_sink   = layer.window->n_sink();
@@ -192,7 +192,7 @@ private:
         }
     }
 
-    // Points k and v to the head's exact rows; rows of integers are unpacked.
+    // Points k and v to the head's exact rows, after unpacking rows of integers.
     void exact_rows(const uint16_t ** k, const uint16_t ** v) {
         const int64_t d_k = codec.d_k, d_v = codec.d_v;
         uint16_t *    unpacked = scratch(scratch_.unpacked, n_keys * (d_k + d_v));
@@ -248,7 +248,7 @@ private:
         ops().attend_exact(a);
     }
 
-    // Normalizes the states. sinks: logits without a value (Xiao et al., arXiv:2309.17453), as in gpt-oss.
+    // Normalizes the states. Attention sinks are logits without a value (Xiao et al., arXiv:2309.17453), as in gpt-oss.
     void write() const {
         const int64_t d_v = codec.d_v;
         for (int64_t r = 0; r < n_rows; ++r) {

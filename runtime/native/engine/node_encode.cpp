@@ -95,8 +95,8 @@ bool any_sees(const ggml_tensor * mask_node, int64_t h, int64_t t0, int64_t t1) 
     return false;
 }
 
-// A unit of projecting queries: up to TILE tokens of one query head. mask_node: nullptr: queries of all tokens are
-// needed.
+// A unit of projecting queries, which is up to TILE tokens of one query head. If mask_node is nullptr, the queries of
+// all tokens are needed.
 void project_queries(const LayerNodes & layer, const ggml_tensor * q, const ggml_tensor * mask_node, int64_t unit,
                      const ProjectedQueries & out) {
     const int64_t n_runs = query_runs(q->ne[2]);
@@ -134,8 +134,8 @@ void encode_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer) {
     const EncodeResult     result(layer, n);
     const ProjectedQueries queries(layer, (char *) dst->data + result.queries_at, n);
 
-    // A unit is a head, a side and every n_parts-th tile: two threads must not write one tile. Consecutive cells fill
-    // at most n_parts tiles. A run of tokens within a tile is coded in one call.
+    // A unit is a head, a side and every n_parts-th tile, because two threads must not write one tile. Consecutive
+    // cells fill at most n_parts tiles. A run of tokens within a tile is coded in one call.
     const int64_t n_parts = (n + TILE - 2) / TILE + 1;
     const int64_t n_sides = codec.latent ? 1 : 2;
     const int64_t n_coded = n_parts * codec.n_head_kv * n_sides;

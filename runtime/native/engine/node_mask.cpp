@@ -12,7 +12,7 @@ namespace {
 bool row_of_halves(const ggml_fp16_t * mask, const int32_t * cell_pos, int32_t pos, int32_t n_sink, int32_t n_recent,
                    float * row) {
     int32_t open  = 0;
-    int32_t other = 0; // values besides 0 and -INFINITY: ALiBi
+    int32_t other = 0; // values besides 0 and -INFINITY, which ALiBi has
     for (int64_t c = 0; c < TILE; ++c) {
         const int32_t exact  = is_exact(cell_pos[c], pos, n_sink, n_recent);
         const int32_t hidden = mask[c];

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t PROMPT_TOKENS = 32;        // of a sequence; for fewer tokens, decoding its cells may not pay
 constexpr int64_t MOST_SLOTS    = 2048;      // of the window, of all sequences that share cells
-constexpr int64_t MOST_GROUPS   = 65535;     // of a grid's dimension: tokens, or rows after the cells
+constexpr int64_t MOST_GROUPS   = 65535;     // of a grid's dimension, which counts tokens, or rows after the cells
 constexpr int64_t MOST_BYTES    = 128 << 20; // of rows at a time, in a full context
 constexpr int64_t ROWS          = 256;       // llama.cpp pads cells to a multiple of this for flash attention
 
@@ -58,7 +58,7 @@ ggml_tensor * prompt_mask(LayerNodes & layer, const AttnBuild & b, const AttendS
     return in.prompt_mask;
 }
 
-// Query heads of KV heads [first, first + p.n_heads): F32 [d_v, query heads, n_tps, n_stream].
+// The attention of the query heads of KV heads [first, first + p.n_heads), F32 [d_v, query heads, n_tps, n_stream].
 ggml_tensor * flash_attention(LayerNodes & layer, const AttnBuild & b, ggml_tensor * q, const SharedRows & rows,
                               const AttendShape & s, const PromptShape & p, ggml_tensor * mask, int64_t first) {
     ggml_context *     ctx    = b.ctx;
@@ -109,7 +109,7 @@ ggml_tensor * build_prompt(LayerNodes & layer, const AttnBuild & b, ggml_tensor 
     const int64_t     n_decoded = layer.device->n_decoded();
     if (!layer.device->makes_rows() || s.n_tps <= (n_decoded > 1 ? n_decoded : PROMPT_TOKENS - 1) ||
         s.n_tokens > MOST_GROUPS || b.selected || b.mask->type != GGML_TYPE_F16 ||
-        b.mask->ne[1] != s.n_tps) { // halves: flash attention is on
+        b.mask->ne[1] != s.n_tps) { // the mask is in halves if flash attention is on
         return nullptr;
     }
     const PromptShape p = prompt_shape(layer, b, s);

@@ -18,7 +18,7 @@ struct Rotation {
     int64_t            first;
     bool               apart;
 
-    // one head's key
+    // Rotates one head's key.
     void operator()(float * key, int32_t by) const {
         const auto *  all   = (const int32_t *) distances->data;
         const int64_t which = std::lower_bound(all, all + distances->ne[0], by) - all;
@@ -47,7 +47,8 @@ public:
     Shift(LayerNodes & layer, const Rotation & rotation) :
         layer_(layer), rotation_(rotation), x_((size_t) (layer.codec->d_k * TILE)), key_((size_t) layer.codec->d_k) {}
 
-    // Rotates the keys of cells [n] of a tile: those of heads [h0, h1), or of all heads if the host reads whole tiles.
+    // Rotates the keys of cells [n] of a tile, either those of heads [h0, h1), or those of all heads if the host reads
+    // whole tiles.
     void cells(int64_t tile, int64_t h0, int64_t h1, const int64_t * cells, int64_t n, const int32_t * by) {
         const LayerCodec & codec  = *layer_.codec;
         ggml_tensor *      keys   = layer_.shift_keys;
@@ -120,9 +121,9 @@ private:
     std::vector<uint8_t>  bytes_;
 };
 
-// The parts of a layer that are rotated one by one: first the cells, then the window's slots. A part of the cells is
-// one head's tile, because two threads must not write the same tile; on a GPU, and if cells are rows, it is a tile of
-// all heads.
+// The parts of a layer that are rotated one by one, first the cells and then the window's slots. A part of the cells is
+// one head's tile, because two threads must not write the same tile, but on a GPU, and if cells are rows, it is a tile
+// of all heads.
 struct Parts {
     int64_t n_heads; // of a part
     int64_t n_cells; // parts with cells
@@ -139,7 +140,7 @@ struct Parts {
 };
 
 // shift: changes the K cache and the window's rows | ShiftSources. If it lacks memory or is stopped, only some parts
-// are rotated; the next node of this layer rotates the others.
+// are rotated, and the next node of this layer rotates the others.
 void shift_op(ggml_tensor * dst, int ith, int nth, LayerNodes & layer) {
     const LayerCodec & codec    = *layer.codec;
     const auto         in       = sources_of<ShiftSources>(dst);

@@ -19,12 +19,12 @@ namespace subkv {
 
 struct EncodeSources {
     ggml_tensor * k;
-    ggml_tensor * v; // k in a latent layer; the same holds for the following pairs
+    ggml_tensor * v; // k in a latent layer, as in the following pairs
     ggml_tensor * k_cache;
     ggml_tensor * v_cache;
     ggml_tensor * k_idxs;
-    ggml_tensor * v_idxs; // not read, the same numbers: a source because llama.cpp fills it
-    // of a node on a CPU only:
+    ggml_tensor * v_idxs; // not read because the numbers are the same, but only a source's input is filled by llama.cpp
+    // Only a node on a CPU has the following.
     ggml_tensor * q;
     ggml_tensor * tokens;
     ggml_tensor * mask_node; // or nullptr
@@ -37,20 +37,20 @@ struct ProjectSources {
 
 struct AttendSources {
     ggml_tensor * q;
-    ggml_tensor * queries; // projected; on a GPU fresh, since attend projects them there
+    ggml_tensor * queries; // projected, but on a GPU fresh, since attend projects them there
     ggml_tensor * k_view;
     ggml_tensor * v_view; // of a latent layer k_view
     ggml_tensor * mask;
     ggml_tensor * cell_pos;
     ggml_tensor * tokens;
-    ggml_tensor * written; // not read: attend runs after this node
+    ggml_tensor * written; // not read, but makes attend run after this node
     ggml_tensor * extra;   // the mask node, the list of selected cells, or nullptr
 
     const ggml_tensor * selected_cells() const { return extra && extra->type == GGML_TYPE_I32 ? extra : nullptr; }
     const ggml_tensor * mask_node() const { return extra && extra->type != GGML_TYPE_I32 ? extra : nullptr; }
 };
 
-// Of a node on a GPU, one token per stream: stores the exact rows in the window, and attends.
+// A node on a GPU, with one token per stream, that stores the exact rows in the window and attends.
 struct StoreAttendSources {
     ggml_tensor * q;
     ggml_tensor * k;
@@ -79,7 +79,7 @@ struct StoreWindowSources {
     ggml_tensor * window; // changed in place
     ggml_tensor * fresh;
     ggml_tensor * slots;
-    ggml_tensor * combined; // not read: the rows are overwritten after this node
+    ggml_tensor * combined; // not read, but makes this node run before the rows are overwritten
 };
 
 struct MaskSources {
@@ -114,7 +114,7 @@ struct PromptRowsSources {
     ggml_tensor * window; // without one fresh
     ggml_tensor * tokens;
     ggml_tensor * slots;
-    ggml_tensor * written; // not read: runs after this node
+    ggml_tensor * written; // not read, but makes this node run after it
 };
 
 struct PromptLostSources {
@@ -139,7 +139,7 @@ struct ShiftSources {
 struct ObserveSources {
     ggml_tensor * q;
     ggml_tensor * tokens;
-    ggml_tensor * k; // nullptr, like v: q reads another layer's rows
+    ggml_tensor * k; // nullptr, like v, if q reads another layer's rows
     ggml_tensor * v;
 };
 

@@ -13,7 +13,7 @@ namespace subkv {
 // What the nodes of all layers report to the thread that drives the context (CacheHook::computed).
 class NodeReports {
 public:
-    // n rows of a head that are not finite and could not be coded; position of the first one.
+    // Notes n rows of a head that are not finite and could not be coded. `pos` is the position of the first one.
     void bad_rows(int32_t il, bool value, int32_t pos, int64_t n) {
         int64_t none = -1;
         first_bad_.compare_exchange_strong(none, (int64_t) il << 32 | (int64_t) value << 31 | pos);
@@ -26,7 +26,7 @@ public:
     bool     lacks_memory() const { return no_memory_; }
 
     bool        take_no_memory() { return no_memory_.exchange(false); }
-    std::string take_first_bad(); // a sentence about it, once; else ""
+    std::string take_first_bad(); // a sentence about it, the first time, and else ""
 
 private:
     std::atomic<uint64_t> n_bad_{ 0 };
@@ -37,8 +37,8 @@ private:
 
 template <auto OP> struct NodeFunction;
 
-// OP computes a node: its tensor, the thread, their number, the node's data. The data has `reports`. Once a thread lacks
-// memory, the context's later nodes do nothing and the decode fails (CacheHook::computed).
+// OP computes a node from its tensor, the thread, the number of threads and the node's data, which has `reports`. Once
+// a thread lacks memory, the context's later nodes do nothing and the decode fails (CacheHook::computed).
 template <typename Data, void (*OP)(ggml_tensor *, int, int, Data &)> struct NodeFunction<OP> {
     static void run(ggml_tensor * dst, int ith, int nth, void * userdata) {
         Data & data = *(Data *) userdata;

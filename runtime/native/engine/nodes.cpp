@@ -51,12 +51,13 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
     for (const auto & head : layer.codec->v) {
         s.width = std::max<int64_t>(s.width, head.rank);
     }
-    // about 128 query rows per block share the unpacking of codes
+    // About 128 query rows per block share the unpacking of codes.
     s.block               = listed ? 1 : std::min(s.n_tps, std::max<int64_t>(1, 128 / s.n_group));
     s.n_blocks            = (s.n_tps + s.block - 1) / s.block * s.n_stream;
     const int64_t n_head  = s.n_head_kv * s.n_group;
     const int64_t scratch = layer.device ? layer.device->scratch(n_head * s.n_tokens, s.n_tps) : 0;
-    if (layer.device) { // blocks of one head, as many as run at once; to start a block costs as much as 180 cells
+    // blocks of one head, as many as run at once, because a block costs as much to start as 180 cells
+    if (layer.device) {
         constexpr int64_t LEAST   = 2 * TILE; // cells of a split
         const int64_t     most    = (int64_t) (layer.device->max_range() / sizeof(float)) - scratch;
         const int64_t     each    = n_head * s.n_tokens * (2 + s.width);
@@ -84,7 +85,8 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
     return s;
 }
 
-// Not in the file of a caller: inlined there, it might be rounded differently from one caller to the next.
+// This function is not in a caller's file, because it would be inlined there and might be rounded differently from one
+// caller to the next.
 void merge_softmax(float & m, float & z, float * acc, float m_later, float z_later, const float * acc_later,
                    int64_t n) {
     if (m_later == -INFINITY) {
@@ -149,8 +151,8 @@ void store_window_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & lay
     }
 }
 
-// Checks a node on a GPU: whether the device can bind its tensors, and the kernels run for so many tokens at once. An
-// error for the largest batch occurs here, when llama.cpp reserves the first graph.
+// Checks that the device can bind the tensors of a node on a GPU, and that the kernels run for so many tokens at once.
+// An error for the largest batch occurs here, when llama.cpp reserves the first graph.
 void check_node(const DeviceLayer & device, NodeKind kind, ggml_tensor * node, int64_t n_tokens) {
     const size_t most  = device.max_range();
     const auto   check = [most](const ggml_tensor * t) {
@@ -214,11 +216,11 @@ private:
     ggml_tensor * cells() const { return selected_cells_ ? selected_cells_ : b_.k_view; }
     int64_t       n_queries() const { return layer_.n_head * shape_.n_tokens; }
 
-    // Whether the GPU makes the codes of these tokens later: the window has their rows. It has none of a picture's
-    // tokens.
+    // Returns whether the GPU makes the codes of these tokens later. It does so if the window has their rows, which it
+    // has of no picture's tokens.
     bool defers_codes() const { return b_.k && layer_.defers && shape_.n_tps == 1 && !b_.pictures; }
 
-    // What computes a node of this kind: a function of the CPU, or the kernels of the layer's GPU.
+    // What computes a node of this kind, a function of the CPU or the kernels of the layer's GPU.
     NodeWork work(NodeKind kind) {
         if (layer_.device) {
             return NodeWork::on_device(*layer_.device, kind);
@@ -272,7 +274,7 @@ private:
         return partial;
     }
 
-    // Writes the codes of these tokens; on a CPU, projects their queries too.
+    // Writes the codes of these tokens. On a CPU, it also projects their queries.
     SharedRows encode() {
         const bool    latent = layer_.codec->latent;
         const int64_t n      = fresh_width(layer_);
@@ -301,7 +303,7 @@ private:
         return rows;
     }
 
-    // The rows of the layer that this one reads; on a CPU, projects the queries.
+    // The rows of the layer that this one reads. On a CPU, it also projects the queries.
     SharedRows rows_of_owner() {
         SharedRows rows = inputs_.shared.at(layer_.owner);
         rows.n_readers--;

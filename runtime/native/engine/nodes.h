@@ -21,16 +21,16 @@ constexpr int64_t FEW_TOKENS = 16;
 
 // How attend divides its work. It follows from shapes only.
 struct AttendShape {
-    int64_t n_kv, n_stream, n_tokens, n_tps; // n_tps: tokens per stream
+    int64_t n_kv, n_stream, n_tokens, n_tps; // n_tps is the number of tokens per stream
     int64_t n_head_kv, n_group;
     int64_t block, n_blocks; // tokens per block (within a stream), blocks of all streams
-    int64_t split, n_split;  // cells per partial, whole segments; partials
-    int64_t n_parts;         // equal parts of the heads; a unit of work is a block, a part and a split of the cells
-    int64_t n_rows;          // partial rows
-    int64_t width;           // floats per partial row of value coefficients
-    int64_t n_partial;       // floats of attend's result: m, z, rows, and a GPU's scratch
+    int64_t split, n_split;  // the cells of a partial, in whole segments, and the number of partials
+    int64_t n_parts;   // equal parts of the heads: a unit of work is a block of tokens, a part and a split of the cells
+    int64_t n_rows;    // partial rows
+    int64_t width;     // floats per partial row of value coefficients
+    int64_t n_partial; // the floats of attend's result, which are m, z, rows, and a GPU's scratch
 
-    // first of the n_group rows of a split, head and token
+    // The first of the n_group rows of a split, head and token.
     int64_t row(int64_t s, int64_t h, int64_t t) const { return ((s * n_head_kv + h) * n_tokens + t) * n_group; }
 };
 
@@ -42,7 +42,7 @@ inline size_t fresh_at(const AttendShape & s) {
 // Merges the state of later cells (maximum m, sum z, values acc [n]) into a query row's state.
 void merge_softmax(float & m, float & z, float * acc, float m_later, float z_later, const float * acc_later, int64_t n);
 
-// cells: a view of the keys' tiles, or each token's list of selected cells (build_selected_cells).
+// `cells` is a view of the keys' tiles, or each token's list of selected cells (build_selected_cells).
 AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const ggml_tensor * cells);
 
 inline const float * row_f32(const ggml_tensor * t, int64_t head, int64_t token) {
@@ -61,8 +61,8 @@ inline bool is_finite_row(const float * x, int64_t n) {
     return sum == 0.0f;
 }
 
-// Writes an exact row x [n] in half precision, at most +-65504. A row that is not finite becomes HALF_NAN; may_be_bad:
-// the row is checked for that.
+// Writes an exact row x [n] in half precision, at most +-65504. A row that is not finite becomes HALF_NAN, which is
+// checked only if may_be_bad.
 inline void exact_row(const Ops & ops, const float * x, uint16_t * out, int64_t n, bool may_be_bad) {
     if (may_be_bad && !is_finite_row(x, n)) {
         std::fill(out, out + n, HALF_NAN);
@@ -74,7 +74,7 @@ inline void exact_row(const Ops & ops, const float * x, uint16_t * out, int64_t 
     }
 }
 
-// A value of the mask: 0, -INFINITY or, with ALiBi, a negative distance.
+// A value of the mask, which is 0, -INFINITY or, with ALiBi, a negative distance.
 inline float mask_value(const ggml_tensor * mask, int64_t i) {
     if (mask->type == GGML_TYPE_F32) {
         return ((const float *) mask->data)[i];
@@ -93,10 +93,10 @@ inline ggml_tensor * as_f32(ggml_context * ctx, ggml_tensor * t) {
 // the mask node.
 struct ProjectedQueries {
     float * qt;    // rows(h): [n_tokens * n_group][rank of the head]
-    float * shift; // [n_head_kv][n_tokens * n_group]; written only if the mean is subtracted from keys
+    float * shift; // [n_head_kv][n_tokens * n_group], written only if the mean is subtracted from keys
     int64_t width; // largest rank of keys
 
-    // data: of an F32 tensor [query_width, n_head * n_tokens]
+    // `data` is that of an F32 tensor [query_width, n_head * n_tokens].
     ProjectedQueries(const LayerNodes & layer, void * data, int64_t n_tokens);
 
     float * rows(const AttendShape & s, int64_t h) const { return qt + h * s.n_tokens * s.n_group * width; }
@@ -119,12 +119,13 @@ inline int64_t recent_offset(const LayerCodec & codec, int64_t head, bool value)
 }
 
 int64_t fresh_width(const LayerNodes & layer); // halves
-int64_t query_width(const LayerNodes & layer); // floats: the largest rank of keys, and the shift
+int64_t query_width(const LayerNodes & layer); // in floats: the largest rank of keys, and one for the shift
 
-// slope [n] of query heads first_head .. first_head + n - 1; 1 without ALiBi
+// The slopes [n] of query heads first_head .. first_head + n - 1, which are 1 without ALiBi.
 void alibi_slopes(const LayerNodes & layer, int64_t first_head, int64_t n, float * slope);
 
-// Stores the slopes of all query heads at an offset in bytes. Does nothing if `known` equals their bias; updates `known`.
+// Stores the slopes of all query heads at an offset in bytes, and updates `known`. Does nothing if `known` equals their
+// bias.
 void store_slopes(const LayerNodes & layer, ggml_tensor * memory, size_t at, float & known);
 
 // Grows thread-local scratch. The contents are undefined.
@@ -135,14 +136,14 @@ template <typename T> T * scratch(std::vector<T> & v, int64_t n) {
     return v.data();
 }
 
-// The values that attend adds to logits, in a row per token: mask values, but -INFINITY at exact positions, to which
-// combine attends.
+// The values that attend adds to logits, in a row per token. They are those of the mask, but -INFINITY at exact
+// positions, to which combine attends.
 struct MaskRows {
     float *   bias; // [n_kv]
-    uint8_t * open; // [n_kv / TILE]: does the token see any cell of the tile?
+    uint8_t * open; // [n_kv / TILE]: whether the token sees any cell of the tile
     int64_t   bias_stride, open_stride;
 
-    // from token t and cell c on; c is the first cell of a tile
+    // The values from token t and cell c on, where c is the first cell of a tile.
     MaskRows of(int64_t t, int64_t c) const {
         return { bias + t * bias_stride + c, open + t * open_stride + c / TILE, bias_stride, open_stride };
     }
@@ -163,23 +164,24 @@ inline int64_t mask_row(const ggml_tensor * mask, int64_t h, int64_t t) {
     return ((t / n_tps * mask->ne[2] + mask_of(mask, h)) * n_tps + t % n_tps) * mask->ne[0];
 }
 
-// Cells [c0, c0 + n) of token t and KV head h: bias [n], open [n / TILE].
+// Fills bias [n] and open [n / TILE] for cells [c0, c0 + n) of token t and KV head h.
 void fill_mask_row(const LayerNodes & layer, const MaskSources & in, int64_t h, int64_t t, int64_t c0, int64_t n,
                    float * bias, uint8_t * open);
 
 // I32 [n, n_tokens / streams, 1, streams]: the selected cells whose codes a token sees, in ascending order and followed
-// by -1; n is a multiple of TILE. nullptr: it is cheaper to read all tiles under `mask`.
+// by -1, where n is a multiple of TILE. Returns nullptr if it is cheaper to read all tiles under `mask`.
 ggml_tensor * build_selected_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);
 
-// b.mask with all cells hidden except the selected ones; b.mask itself if no cells are selected.
+// b.mask with all cells hidden except the selected ones, or b.mask itself if no cells are selected.
 ggml_tensor * build_selected_mask(LayerNodes & layer, const AttnBuild & b);
 
-// F32 [d_v * n_head, n_tokens]: a prompt's attention on a GPU. llama.cpp's flash attention reads cells and exact rows
-// as halves. rows: of the layer, after their codes are written. nullptr: attend and combine compute the attention.
+// F32 [d_v * n_head, n_tokens]: a prompt's attention on a GPU, by llama.cpp's flash attention, which reads cells and
+// exact rows as halves. `rows` are the layer's, after their codes are written. Returns nullptr if attend and combine
+// compute the attention.
 ggml_tensor * build_prompt(LayerNodes & layer, const AttnBuild & b, ggml_tensor * q, const SharedRows & rows);
 
-// A node with the MaskRows of few tokens, one mask after the other, which all coded layers of a graph share. nullptr:
-// each attend node computes them.
+// A node with the MaskRows of few tokens, one mask after the other, which all coded layers of a graph share. Returns
+// nullptr if each attend node computes them.
 ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);
 MaskRows      mask_rows(const ggml_tensor * node, int64_t n_kv);
 

@@ -92,9 +92,9 @@ static void sample(ObservedLayer & layer, const ggml_tensor * q, const ggml_tens
     }
 }
 
-// dst F32 [1] (unused) | ObserveSources; q, k, v as in AttnBuild. Parallel over KV heads x {q, k, v}.
-// Without k and v, q are queries of a layer that reads this one's rows: they enter the moments, since an error in a key
-// affects all of them. Samples are those of the layer itself.
+// dst F32 [1] (unused) | ObserveSources, with q, k, v as in AttnBuild. It is parallel over KV heads x {q, k, v}.
+// Without k and v, q are queries of a layer that reads this one's rows, and they enter the moments, since an error in a
+// key affects all of them. Samples are those of the layer itself.
 static void observe_op(ggml_tensor * dst, int ith, int nth, ObserveData & data) {
     auto &           layer   = *data.layer;
     const auto &     obs     = *layer.owner;
@@ -132,7 +132,7 @@ static void observe_op(ggml_tensor * dst, int ith, int nth, ObserveData & data) 
     layer.shape.n_tokens += counted;
 }
 
-// dst F32 [1] (unused) | ObserveOutputSources; out is the output of attention [d_v, n_head, n_tokens].
+// dst F32 [1] (unused) | ObserveOutputSources, where `out` is the output of attention [d_v, n_head, n_tokens].
 static void observe_output_op(ggml_tensor * dst, int ith, int /*nth*/, ObserveData & data) {
     auto &           layer  = *data.layer;
     const auto       in     = sources_of<ObserveOutputSources>(dst);

@@ -5,7 +5,8 @@
 
 namespace subkv {
 
-// x [n][d] f32 of cells [n] of one KV head's tiles, addressed as in Ops::dequantize, with gamma and mean of keys.
+// Reads cells [n] of one KV head's tiles to x [n][d] f32, with gamma and mean of keys. The tiles are addressed as in
+// Ops::dequantize.
 void read_rows(const Ops & ops, const LayerCodec & layer, int64_t head, bool value, const uint8_t * tiles,
                int64_t stride, int64_t n, const int64_t * cells, float * x);
 

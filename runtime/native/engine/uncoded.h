@@ -32,7 +32,8 @@ public:
     // Is a cell of the list shared? Then its codes are needed before any change of a sequence.
     bool shared() const { return shared_; }
 
-    // Must the rows be encoded before these tokens attend? exact(p, t): the token at t reads position p exactly.
+    // Returns whether the rows must be encoded before these tokens attend. exact(p, t) says that the token at t reads
+    // position p exactly.
     template <typename Exact> bool needed(const std::vector<TokenDesc> & tokens, Exact exact) const {
         const auto reads = [&](const UncodedRow & row) {
             return std::any_of(tokens.begin(), tokens.end(), [&](const TokenDesc & token) {

@@ -12,7 +12,7 @@
 
 namespace subkv {
 
-// Combines the hashes of two shift histories; an empty history (0) leaves the other one unchanged.
+// Combines the hashes of two shift histories. An empty history (0) leaves the other one unchanged.
 static uint64_t joined(uint64_t a, uint64_t b) {
     return a == b || b == 0 ? a : (a ^ b) * UINT64_C(0x100000001b3) + 1;
 }
@@ -36,7 +36,7 @@ Window::Window(int32_t n_sink, int32_t n_recent, int32_t n_rollback, uint32_t n_
     n_ring_(n_recent > 0 ? n_recent + n_rollback : 0), n_slot_(n_sink + n_ring_), n_seq_((int32_t) n_seq_max),
     pos_((size_t) n_slot_ * n_seq_max, -1), rotation_(pos_.size(), 0), origin_(n_seq_max, 0), moves_(n_seq_max, 0) {}
 
-// Bytes of a layer's row in integers, K's heads before V's. steps: where each head begins.
+// The bytes of a layer's row in integers, where K's heads precede V's. `steps` receives where each head begins.
 static size_t recent_row_bytes(const LayerDesc & layer, std::vector<size_t> & steps) {
     size_t at = 0;
     for (const bool value : { false, true }) {
@@ -110,7 +110,7 @@ bool finite_halves(const uint8_t * halves, int64_t n, bool nan) {
 }
 
 bool WindowRows::sound(int64_t first, int64_t last) const {
-    constexpr int64_t    PIECE = 256; // slots; on a GPU every call is a transfer
+    constexpr int64_t    PIECE = 256; // in slots: large pieces, because on a GPU every call is a transfer
     std::vector<uint8_t> copy;
     for (int64_t end = first; first < last; first = end) {
         end             = std::min(last, first + PIECE);
@@ -190,7 +190,7 @@ void Window::forget(int32_t seq, int32_t p0, int32_t p1) {
     for (auto from = slots, to = slots; from != slots + n_slot_; from = to) {
         const bool zero = gone(*from);
         to              = std::find_if(from, slots + n_slot_, [&](int32_t pos) { return gone(pos) != zero; });
-        for (const auto & rows : rows_) { // a run of slots at once: on a GPU every call is a transfer
+        for (const auto & rows : rows_) { // a run of slots at once, because on a GPU every call is a transfer
             if (rows.tensor && zero) {
                 const size_t at = rows.offset(from - pos_.begin());
                 ggml_backend_tensor_memset(rows.tensor, 0, at, rows.offset(to - pos_.begin()) - at);
@@ -268,7 +268,7 @@ int32_t Window::rollback_target(int32_t seq, const CellReader & cells) const {
     if (last < 0 || n_recent_ == 0) {
         return last < 0 ? -1 : 0;
     }
-    // no ring slot stores a position before last - n_ring_, except after a removal of a tail, which changes nothing
+    // No ring slot stores a position before last - n_ring_, except after a removal of a tail, which changes nothing.
     std::vector<PosCell> there;
     cells.find(seq, std::max(n_sink_, last - n_ring_), last + 1, there);
     int32_t lost = -1;
@@ -372,7 +372,7 @@ void Window::put(int32_t seq, const Row & row) {
 }
 
 std::vector<PosCell> Window::exact_cells(int32_t seq, int32_t min, int32_t end, const CellReader & cells) const {
-    // a position past the sinks and before `first` is attended through its codes
+    // A position past the sinks and before `first` is attended through its codes.
     const int32_t        first = std::max(0, min - n_recent_ + 1);
     std::vector<PosCell> sinks, res;
     cells.find(seq, 0, std::min(n_sink_, first), sinks);
@@ -521,7 +521,7 @@ void Window::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellRead
     moves            = joined(joined(moves, ((uint64_t) p0 << 32) | (uint32_t) p1), (uint32_t) by);
 
     // If the positions are the sequence's last ones, their rows stay in their slots of the ring, because its origin is
-    // shifted too; the other rows of the ring get new slots. Otherwise the rows of these positions get new slots.
+    // shifted too, and the other rows of the ring get new slots. Otherwise the rows of these positions get new slots.
     const bool           tail  = n_ring_ > 0 && cells.max_pos_outside(seq, p0, p1) < moved.back().pos;
     int32_t *            pos   = pos_.data() + first_slot(seq);
     const auto           in    = [&](int32_t slot) { return pos[slot] >= p0 && pos[slot] < p1; };

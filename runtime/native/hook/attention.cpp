@@ -83,7 +83,7 @@ static graph_input * inputs(const llm_graph_context & g, const llama_kv_cache_co
 
 } // namespace llama_subkv
 
-// The factor on logits before soft-capping; Grok stores it elsewhere.
+// The factor on logits before soft-capping, which Grok stores elsewhere.
 static float logit_scale(const llm_graph_context & g, float scale) {
     return g.arch == LLM_ARCH_GROK ? scale * g.hparams.f_attn_out_scale : scale;
 }

@@ -73,7 +73,7 @@ public:
     }
 
 private:
-    // Skips to behind the end of a literal, class or token; returns an upper bound of its elements.
+    // Skips to behind the end of a literal, class or token, and returns an upper bound of its elements.
     size_t delimited(char end) {
         size_t n = 0;
         for (++at; *at && *at != end; ++n) {
@@ -135,7 +135,8 @@ template <typename F> void each_alternative(const llama_grammar_rule & rule, F u
     }
 }
 
-// Whether each rule can be empty, or begin with a character or token: the least solution of the two recursions.
+// Returns whether each rule can be empty, or begin with a character or token. This is the least solution of the two
+// recursions.
 bool all_lead_somewhere(const llama_grammar_rules & rules) {
     std::vector<std::vector<size_t>> users(rules.size()); // rules that refer to a rule
     std::vector<bool>                empty(rules.size()), begins(rules.size()), waits(rules.size(), true);
@@ -202,7 +203,7 @@ std::vector<std::vector<size_t>> first_rules(const llama_grammar_rules & rules) 
     return firsts;
 }
 
-// Whether a rule can begin with itself: a depth-first search that visits each rule once.
+// Returns whether a rule can begin with itself, by a depth-first search that visits each rule once.
 bool left_recursive(const llama_grammar_rules & rules) {
     struct Visit {
         size_t rule;

@@ -92,7 +92,7 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type
         if (!hparams.has_kv(il)) {
             continue;
         }
-        // some files with latent attention lack the size of values, which is the latent size
+        // Some files with latent attention lack the size of values, which is the latent size.
         const uint32_t d_v = hparams.is_mla() ? hparams.n_lora_kv : hparams.n_embd_head_v(il);
         desc.layers.push_back({ (int32_t) il, (int32_t) hparams.n_head(il), (int32_t) hparams.n_head_kv(il),
                                 (int32_t) hparams.n_embd_head_k(il), (int32_t) d_v, hparams.is_mla(),

@@ -14,7 +14,7 @@
 
 static constexpr size_t SHOWN = 80; // characters of a header
 
-// The name in a Host, an Origin or an entry of the list: lower case, without scheme, port and brackets.
+// The name in a Host, an Origin or an entry of the list, in lower case and without scheme, port and brackets.
 static std::string name_of(std::string text) {
     const size_t scheme = text.find("://");
     text.erase(0, scheme == std::string::npos ? 0 : scheme + 3);

@@ -21,7 +21,7 @@ static std::string exactly(float x) {
     return subkv::number(x, 9);
 }
 
-// Layers in ascending order as ranges: "0-4,6".
+// Writes layers in ascending order as ranges, such as "0-4,6".
 static std::string ranges(const std::vector<uint32_t> & layers) {
     std::string text;
     for (size_t first = 0, last = 0; first < layers.size(); first = last + 1) {
@@ -33,8 +33,8 @@ static std::string ranges(const std::vector<uint32_t> & layers) {
     return text;
 }
 
-// The rows of a cache: types and widths of K and V by layer, streams, and which cells it keeps. The layout's fingerprint
-// has the widths of coded layers.
+// What the rows of a cache depend on, which is the types and widths of K and V by layer, the streams, and which cells
+// it keeps. The layout's fingerprint covers the widths of coded layers.
 std::string llama_subkv::rows_of(const llama_kv_cache & kv, bool has_all_cells) {
     const auto type_of  = [](const ggml_tensor * t) { return std::string(t ? ggml_type_name(t->type) : "none"); };
     const auto width_of = [](const ggml_tensor * t) { return std::to_string(t ? t->ne[0] : 0); };

@@ -15,7 +15,7 @@
 
 namespace subkv {
 
-// Empty: unknown.
+// Returns empty if it is unknown.
 inline std::filesystem::path library_folder(const void * function) {
 #if defined(_WIN32)
     const DWORD flags = GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_UNCHANGED_REFCOUNT;

@@ -10,7 +10,8 @@
 
 struct llama_subkv_access {
     // llama_kv_cache
-    static subkv::CacheHook * hook(const llama_kv_cache & kv) { return kv.subkv_hook.get(); } // nullptr: ordinary
+    // nullptr if it is ordinary
+    static subkv::CacheHook * hook(const llama_kv_cache & kv) { return kv.subkv_hook.get(); }
     static void               set_hook(llama_kv_cache & kv, std::shared_ptr<subkv::CacheHook> hook) {
         kv.subkv_hook = std::move(hook);
     }
@@ -36,14 +37,14 @@ struct llama_subkv_access {
         kv.state_read_sinfo(std::forward<Args>(args)...);
     }
 
-    // llama_kv_cache_context
+    // of llama_kv_cache_context
     static llama_kv_cache & kv(const llama_kv_cache_context & mctx) { return *mctx.kv; }
     static uint32_t         n_kv(const llama_kv_cache_context & mctx) { return (uint32_t) mctx.n_kv; }
     static const auto &     sinfo(const llama_kv_cache_context & mctx) { return mctx.sinfos[mctx.i_cur]; }
     static const auto &     sinfos(const llama_kv_cache_context & mctx) { return mctx.sinfos; }
     static const auto &     ubatches(const llama_kv_cache_context & mctx) { return mctx.ubatches; }
 
-    // llama_context
+    // of llama_context
     static llama_memory_ptr & memory(llama_context & ctx) { return ctx.memory; }
     static llama_cparams &    cparams(llama_context & ctx) { return ctx.cparams; }
     static const auto &       cvec(const llama_context & ctx) { return ctx.cvec; }

@@ -20,7 +20,7 @@ class llama_memory_recurrent;
 
 namespace llama_subkv {
 
-// The tensors of coded layers, one per stream; they store cells in tiles.
+// The tensors of coded layers, one per stream, which store cells in tiles.
 class tiles {
 public:
     struct side {
@@ -87,7 +87,7 @@ private:
         }
     }
 
-    // nullptr: another tensor
+    // Returns nullptr for another tensor
     const side * of(const ggml_tensor * t) const {
         const auto it = sides.find(t);
         return it == sides.end() ? nullptr : &it->second;
@@ -128,7 +128,7 @@ private:
 // Reads the body of a state from `io`, checks it, and then replaces `io` as the source.
 class row_reader : public llama_io_read_i, public subkv::StateReader {
 public:
-    // sum: as row_writer's
+    // `sum` is the checksum of what was read before, as in row_writer.
     row_reader(llama_kv_cache & kv, llama_io_read_i & io, uint64_t sum = subkv::CHECKSUM_OF_NOTHING) :
         kv(kv), coded(kv), at(bytes) {
         constexpr uint64_t PIECE = 1 << 24; // a damaged size must not allocate more memory than the file has bytes
@@ -148,12 +148,12 @@ public:
         }
     }
 
-    // of: the cache that receives these cells: kv, or another part of the memory.
+    // Checks the body for the cache that receives its cells: kv, or another part of the memory.
     void check(const llama_kv_cache & of, llama_seq_id seq) const;
     void check(const llama_memory_recurrent & of, llama_seq_id seq) const;
     void check(const llama_memory_i & of, llama_seq_id seq) const;
 
-    // not memcpy: `data` may be null if size is 0
+    // This is not memcpy, because `data` may be null if size is 0.
     void read(void * data, size_t size) override { std::copy_n(at.take(size), size, (uint8_t *) data); }
 
     void read_tensor(ggml_tensor * t, size_t offset, size_t size) override {

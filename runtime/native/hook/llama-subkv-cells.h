@@ -9,12 +9,12 @@
 #include <utility>
 #include <vector>
 
-// Positions [first, second) by llama.cpp's convention: negative ends are open.
+// Positions [first, second). As in llama.cpp, a negative end is open.
 inline std::pair<llama_pos, llama_pos> positions(llama_pos p0, llama_pos p1) {
     return { p0 < 0 ? 0 : p0, p1 < 0 ? std::numeric_limits<llama_pos>::max() : p1 };
 }
 
-// For M-RoPE: a text token has the same position in time, width and height.
+// With M-RoPE, a text token has the same position in time, width and height, unlike a token of a picture.
 inline bool is_in_picture(llama_pos pos, llama_pos x, llama_pos y) {
     return x != pos || y != pos;
 }

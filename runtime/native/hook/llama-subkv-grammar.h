@@ -13,12 +13,12 @@ struct llama_grammar_element;
 // of one token. Other errors are left to the parser. A text that is too long becomes empty, because the parser logs it.
 void llama_subkv_grammar_text(const char *& text);
 
-// false: a rule begins with itself, or a rule can neither end nor begin with a character, so that no stack would remain.
-// A rule that begins with itself behind rules that may be empty is accepted as long as such a rule has no alternative
-// without symbols; the work of a token limits it.
+// Returns false if a rule begins with itself, or can neither end nor begin with a character, because no stack would
+// remain. A rule that begins with itself behind rules that may be empty is accepted as long as such a rule has no
+// alternative without symbols, because the limit on a token's work also ends it.
 bool llama_subkv_grammar_rules(const std::vector<std::vector<llama_grammar_element>> & rules);
 
-// Counts one step of the expansion of a stack; n_stacks: stacks that it is compared with. Without a limit the number of
+// Counts one step of the expansion of a stack, which is compared with n_stacks others. Without a limit the number of
 // steps is exponential in the size of some grammars. Throws std::runtime_error above the work of one token.
 void llama_subkv_grammar_step(const std::vector<const llama_grammar_element *> & stack, size_t n_stacks);
 

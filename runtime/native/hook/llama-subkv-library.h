@@ -5,9 +5,9 @@
 
 #include <string>
 
-// The functions of libsubkv: of the loaded library, or, with `load`, of the one in libllama's folder. nullptr: there is
-// none; `why` has the reason.
+// The functions of libsubkv, if it is loaded; with `load`, the library in libllama's folder is loaded first. Returns
+// nullptr if there is none, with the reason in `why`.
 const subkv::SubkvCalls * llama_subkv_library(bool load, std::string & why);
 
-// Writes a line to llama.cpp's log as a warning: llama.cpp's programs hide lower levels.
+// Writes a line to llama.cpp's log, as a warning because llama.cpp's programs hide lower levels.
 void llama_subkv_log(const std::string & line);

@@ -15,24 +15,24 @@ struct llama_model_loader;
 namespace llama_subkv {
 
 struct model_source {
-    std::string path;      // of the model's first file; empty if it was loaded from memory
+    std::string path;      // of the model's first file, empty if the model was loaded from memory
     std::string overrides; // metadata that the user replaced
 
     std::vector<subkv::FileStamp> files; // as they were opened to load the model
 };
 
-// Records the source of a model that is being loaded; source_of returns it.
+// Records the source of a model that is being loaded, for source_of.
 void record_source(const llama_model & model, const std::string & path, const llama_model_loader & loader);
 
 const model_source & source_of(const llama_model & model);
 
-// What the bytes of a state depend on. `model`: the digest of the model; whole: a state of all sequences.
+// What the bytes of a state depend on, including the model's digest. `whole` means a state of all sequences.
 subkv::StateIdentity state_identity(const llama_context & ctx, const std::string & model, bool whole);
 // The types and widths of a cache's rows, as text.
 std::string rows_of(const llama_kv_cache & kv, bool has_all_cells);
-// false: something else affects the bytes of a state, for example a LoRA adapter.
+// Returns false if something else affects the bytes of a state, for example a LoRA adapter.
 bool storable(const llama_context & ctx);
-// The longest tail of a restored sequence that can be removed without a checkpoint; -1: any.
+// The longest tail of a restored sequence that can be removed without a checkpoint, or -1 for any.
 int64_t n_removable(const llama_context & ctx);
 
 } // namespace llama_subkv

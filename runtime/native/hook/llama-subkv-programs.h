@@ -11,12 +11,13 @@
 #include <string>
 #include <vector>
 
-// Cache types besides ggml's, for llama_context_params::type_k and type_v. One of the two suffices: the other stays F16,
-// the default. They have precedence over SUBKV, except over SUBKV=off. llama_init_from_model replaces them by F16. Their
-// numbers are those of types that ggml has removed: no tensor has them, and ggml_type_name and ggml_is_quantized accept
-// them.
-constexpr ggml_type LLAMA_SUBKV_TYPE      = (ggml_type) 4;  // subkv: a coded cache; without bases there is no context
-constexpr ggml_type LLAMA_SUBKV_TYPE_AUTO = (ggml_type) 5;  // auto: a coded cache if the model has bases, else f16
+// Cache types besides ggml's, for llama_context_params::type_k and type_v. It suffices to set one of the two, if the
+// other stays F16, the default. They have precedence over SUBKV, except over SUBKV=off. llama_init_from_model replaces
+// them by F16. Their numbers are those of types that ggml has removed, so that no tensor has them, and ggml_type_name
+// and ggml_is_quantized accept them.
+// "subkv": a coded cache, and without bases there is no context
+constexpr ggml_type LLAMA_SUBKV_TYPE      = (ggml_type) 4;
+constexpr ggml_type LLAMA_SUBKV_TYPE_AUTO = (ggml_type) 5;  // "auto": a coded cache if the model has bases, else f16
 constexpr ggml_type LLAMA_SUBKV_TYPE_F16  = (ggml_type) 36; // f16, also if SUBKV requests a coded cache
 
 // More of these numbers stand for subkv:BITS, a coded cache with these bits per element. A process gives them out in the
@@ -24,39 +25,40 @@ constexpr ggml_type LLAMA_SUBKV_TYPE_F16  = (ggml_type) 36; // f16, also if SUBK
 constexpr ggml_type LLAMA_SUBKV_TYPES_BITS[] = { (ggml_type) 31, (ggml_type) 32, (ggml_type) 33, (ggml_type) 37,
                                                  (ggml_type) 38 };
 
-// The type that a user means by a name; GGML_TYPE_COUNT: ggml's type of this name, if there is one. Throws
+// The type that a user means by a name, or GGML_TYPE_COUNT for a name that is none of subkv's. Throws
 // std::runtime_error for a sixth budget in one process.
 LLAMA_API ggml_type llama_subkv_type(const std::string & name);
 
-// The name of the type of keys or values; `other`: the type of the other side.
+// The name of the type of keys or values, if the other side has the type `other`.
 LLAMA_API std::string llama_subkv_type_name(ggml_type type, ggml_type other);
 
-// Where evaluation resumes in a sequence of which positions before `pos` are kept: at `pos`, or up to SUBKV_RESUME
-// tokens (32 by default) before it if a coded cache has lost their exact rows. After a refused operation, not behind the
-// first position that it was to change; 0 where the cache cannot remove the positions behind. A program removes the
+// Where evaluation resumes in a sequence whose positions before `pos` are kept. This is `pos`, or up to SUBKV_RESUME
+// tokens (32 by default) before it if a coded cache has lost their exact rows. After a refused operation it is at most
+// the first position that was to change. It is 0 if the cache cannot remove the positions behind. A program removes the
 // cells from there on and evaluates their tokens again.
 LLAMA_API int32_t llama_subkv_resume(const llama_context * ctx, int32_t seq, int32_t pos);
-// true: the positions of a sequence from `pos` on can be removed, as far as a coded cache is concerned.
+// Returns true if the positions of a sequence from `pos` on can be removed, as far as a coded cache is concerned.
 LLAMA_API bool llama_subkv_removable(const llama_context * ctx, int32_t seq, int32_t pos);
-// A removal that a program takes for possible was refused. true: the cache is coded, and from position p0 on no token of
-// the sequence is decoded until these positions are removed; the reason is logged.
+// Tells that a removal was refused which a program takes for possible. Returns true if the cache is coded: from
+// position p0 on no token of the sequence is then decoded until these positions are removed. The reason is logged.
 LLAMA_API bool llama_subkv_refused(const llama_context * ctx, int32_t seq, int32_t p0);
 
-// The minimum position that a sequence needs to continue from a checkpoint that ends at pos_max. pos_min: the
-// sequence's current minimum; its sliding layers may still have cells that the checkpoint does not include. n_swa: size
-// of the window; 0: sliding layers keep all cells. Ordinary caches: pos_min.
+// The minimum position that a sequence needs to continue from a checkpoint that ends at pos_max. Its current minimum is
+// pos_min, which ordinary caches return, but sliding layers may still have cells that the checkpoint does not include.
+// n_swa is the size of the window, or 0 if sliding layers keep all cells.
 LLAMA_API int32_t llama_subkv_checkpoint_min(const llama_context * ctx, int32_t pos_min, int32_t pos_max,
                                              int32_t n_swa);
 
-// Reason, in a sentence, why a server rejects a request with these headers; "": it accepts it. SUBKV_ALLOW_HOST lists
-// names that are valid as Host and as Origin besides localhost and loopback addresses; unset, or with *: all names.
+// The reason, in a sentence, why a server rejects a request with these headers, or "" if it accepts it.
+// SUBKV_ALLOW_HOST lists names that are valid as Host and as Origin besides localhost and loopback addresses. All names
+// are valid if it is unset or contains *.
 LLAMA_API std::string llama_subkv_refusal(const std::string & host, const std::string & origin);
 
-// Returns a signal handler that runs `handler` in a separate thread, because `handler` may wait for locks; a second
+// Returns a signal handler that runs `handler` in a separate thread, because `handler` may wait for locks. A second
 // signal ends the process. Call it once.
 using llama_subkv_signal_fn = void (*)(int);
 LLAMA_API llama_subkv_signal_fn llama_subkv_in_thread(llama_subkv_signal_fn handler);
-// true: that handler runs, or has run. Any thread may call it.
+// Returns true if that handler runs, or has run. Any thread may call it.
 LLAMA_API bool llama_subkv_ends();
 
 //
@@ -110,10 +112,10 @@ LLAMA_API void llama_subkv_store_begin(const llama_context * ctx, const llama_co
 // The longest tail of a restored sequence that can be removed without a checkpoint, or -1 for any.
 LLAMA_API int64_t llama_subkv_store_removable(const llama_context * ctx);
 
-// The first positions whose rows were evaluated behind another text than the sequence has now, because a part of it was
-// removed or moved, and whose origin is unknown, because the sequence was restored from a state that anybody may have
-// written. INT32_MAX if there are none. Moved text is stored under another identity if SUBKV_STORE_MOVED is set; text of
-// unknown origin is not stored.
+// The first position whose rows were evaluated behind another text than the sequence has now, because a part of it was
+// removed or moved, and the first whose origin is unknown, because the sequence was restored from a state that anybody
+// may have written. They are INT32_MAX if there is none. Moved text is stored under another identity if
+// SUBKV_STORE_MOVED is set, and text of unknown origin is not stored.
 struct llama_subkv_text {
     int32_t moved   = INT32_MAX;
     int32_t unknown = INT32_MAX;
@@ -123,14 +125,14 @@ LLAMA_API llama_subkv_text llama_subkv_text_of(const llama_context * ctx, const 
 // Call it after a sequence was restored from a state whose text is known.
 LLAMA_API void llama_subkv_text_set(llama_context * ctx, llama_context * draft, int32_t seq, llama_subkv_text text);
 
-// Whether sequence `seq` consists of n_tokens tokens in both contexts, and its prompt may be stored: no LoRA weights or
-// control vectors are loaded, the digests of the models are known, and so is the origin of the text.
+// Returns whether sequence `seq` consists of n_tokens tokens in both contexts, and its prompt may be stored. That is so
+// if no LoRA weights or control vectors are loaded and the digests of the models and the origin of the text are known.
 LLAMA_API bool llama_subkv_store_accepts(const llama_context * ctx, const llama_context * draft, int32_t seq,
                                          int64_t n_tokens);
 // As subkv_store_room. Returns -1 without a store.
 LLAMA_API int32_t llama_subkv_store_room(uint64_t n_bytes);
-// Stores the prompt of a sequence that llama_subkv_store_accepts, with its states in both contexts; prompt.state is
-// ignored. Waits for space if `wait` is set. Returns false if the store drops it.
+// Stores the prompt of a sequence that llama_subkv_store_accepts, with its states in both contexts, and ignores
+// prompt.state. Waits for space if `wait` is set. Returns false if the store drops it.
 LLAMA_API bool llama_subkv_store_put(const llama_context * ctx, const llama_context * draft, int32_t seq,
                                      subkv_store_prompt prompt, std::array<std::vector<uint8_t>, 2> && states,
                                      bool wait);

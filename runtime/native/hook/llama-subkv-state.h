@@ -10,14 +10,14 @@ class llama_io_write_i;
 
 namespace llama_subkv {
 
-// The state of coded cells (seq -1: all sequences) and of the other parts of a memory (sliding, recurrent, indexer),
-// complete or with the partial flag. A partial state does not include the coded cells: the reader still has them and
-// removes later ones. Reading throws if the state does not belong to this memory; it checks all parts before any cell
-// changes. Errors that only the cells can show, and lack of free cells, leave all parts empty.
+// The state of coded cells (seq -1 for all sequences) and of the other parts of a memory (sliding, recurrent, indexer),
+// complete or with the partial flag. A partial state does not include the coded cells, because the reader still has
+// them and removes later ones. Reading checks all parts before any cell changes, and throws if the state does not
+// belong to this memory. Errors that only the cells can show, and lack of free cells, leave all parts empty.
 void state_write(const llama_memory_i & memory, llama_io_write_i & io, llama_seq_id seq, llama_state_seq_flags flags);
 void state_read(llama_memory_i & memory, llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags);
 
-// Base of writers that only count bytes; they need no rows.
+// The base of writers that only count bytes and need no rows.
 struct counts_only {
     virtual ~counts_only() = default;
 };
@@ -25,9 +25,9 @@ struct counts_only {
 class row_reader; // llama-subkv-body.h
 
 void write_cells(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq, llama_state_seq_flags flags);
-void remove_cells(llama_kv_cache & kv, llama_seq_id seq); // -1: all
+void remove_cells(llama_kv_cache & kv, llama_seq_id seq); // -1 for all
 void clear_parts(const caches & all, llama_seq_id seq);   // empties all parts
-// Reads and checks the head of a state; returns a reader of its cells, with the checksum compared.
+// Reads and checks the head of a state. Returns a reader of its cells, whose checksum has been compared.
 row_reader read_body(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq);
 
 using parts = std::vector<llama_memory_i *>;
@@ -36,7 +36,7 @@ parts in_state(const caches & all, llama_state_seq_flags flags);
 
 // Where releases of llama.cpp differ (releases.h).
 bool has_cell_ext(const llama_kv_cache & kv); // states hold a llama_kv_cell_ext for each cell
-// llama_kv_cache::state_read_sinfo
+// Called by llama_kv_cache::state_read_sinfo.
 void read_cells(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags,
                 llama_kv_cache::slot_info_vec_t * out, const llama_kv_cache::slot_info_vec_t * in);
 

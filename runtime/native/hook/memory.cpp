@@ -43,8 +43,9 @@
 namespace llama_subkv {
 
 // The memory of a context whose cells have a hook, or whose prompts are stored. It holds llama.cpp's memory, checks all
-// parts before a change, and then changes coded cells and llama.cpp's memory together. It notes what a sequence's cells
-// do not show: what a program believes of them after a refused operation, and where its text was not evaluated in place.
+// parts before a change, and then changes coded cells and llama.cpp's memory together. It also notes for each sequence
+// what its cells do not show, namely which operation was refused although the program believes in it, and from where on
+// its text was not evaluated in place.
 class memory : public llama_memory_i {
 public:
     memory(std::unique_ptr<llama_memory_i> of, llama_context & ctx) :
@@ -72,13 +73,14 @@ public:
     void state_write(llama_io_write_i & io, llama_seq_id seq, llama_state_seq_flags flags) const override;
     void state_read(llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags) override;
 
-    // Checks the removal of [p0, p1); p1 as may_remove leaves it. false: refused, and reported.
+    // Checks the removal of [p0, p1), and changes p1 as may_remove does. Returns false if the removal is refused, and
+    // reports it.
     bool can_remove(llama_seq_id seq, llama_pos p0, llama_pos & p1) const;
 
     // What the cells of a sequence do not show.
     struct notes {
-        // From this position on a program believes in an operation that was refused; NO_POSITION: none was. A removal
-        // of these positions ends it; until then no token is decoded, and no state is written.
+        // From this position on a program believes in an operation that was refused, or NO_POSITION if none was. Until
+        // these positions are removed, no token is decoded and no state is written.
         llama_pos        refused = NO_POSITION;
         llama_subkv_text text;
     };
@@ -96,20 +98,21 @@ public:
     const std::unique_ptr<llama_memory_i> inner;
 
 private:
-    // A sequence of coded cells; llama.cpp reports one that does not exist.
+    // llama.cpp itself reports a sequence that does not exist.
     bool is_known(llama_seq_id seq) const {
         return is_coded && seq >= 0 && (size_t) seq < access::seq_to_stream(*base).size();
     }
 
     // The other sequences that share cells of a sequence at positions [first, last).
     std::set<llama_seq_id> sharing(llama_seq_id seq, llama_pos first, llama_pos last) const;
-    // Ends the notes about positions that a sequence no longer has; `open`: its positions from p0 on were removed.
+    // Ends the notes about positions that a sequence no longer has. `open` says that its positions from p0 on were
+    // removed.
     void        forget_removed(llama_seq_id seq, llama_pos p0, bool open);
-    std::string refusal(llama_seq_id seq, const char * what) const; // why nothing can be done with it; "": it can
+    std::string refusal(llama_seq_id seq, const char * what) const; // why nothing can be done with it, or "" if it can
 
     llama_context &                ctx;
     const caches                   parts; // of inner
-    llama_kv_cache * const         base;  // nullptr: only recurrent state
+    llama_kv_cache * const         base;  // nullptr if the memory is only recurrent state
     const bool                     is_coded;
     llama_memory_recurrent * const recurrent;
 };
@@ -154,7 +157,7 @@ llama_subkv::caches llama_subkv::caches_of(const llama_memory_i * memory) {
         return { msa->get_base(), nullptr, msa->get_idx(), recurrent };
     }
 #endif
-    // a memory is const where its state is written; its owner has it as llama_memory_i *
+    // A memory is const where its state is written, but its owner has it as llama_memory_i *.
     return { const_cast<llama_kv_cache *>(dynamic_cast<const llama_kv_cache *>(memory)), nullptr, nullptr, recurrent };
 }
 
@@ -425,7 +428,7 @@ llama_memory_context_ptr llama_subkv::memory::init_batch(llama_batch_allocr & ba
 
 namespace llama_subkv {
 
-// An update of the memory: copies between streams, and rotations of shifted keys.
+// An update of the memory copies cells between streams and rotates shifted keys.
 class update : public llama_memory_context_i {
 public:
     update(llama_memory_context_ptr inner, llama_context & ctx, const caches & parts) :
@@ -440,7 +443,8 @@ public:
             return inner->apply();
         }
         // After an aborted shift it would be unknown which ordinary layers are rotated, and the next shift would rotate
-        // them again. Coded layers come first (build_shift): if they lack memory, no ordinary layer has been rotated.
+        // them again. build_shift therefore puts coded layers first, and if they lack memory, no ordinary layer has
+        // been rotated.
         const auto [stop, data] = access::abort_callback(ctx);
         if (has_ordinary_layers()) {
             ctx.set_abort_callback([](void * hook) { return ((const subkv::CacheHook *) hook)->lacks_memory(); },
@@ -556,8 +560,8 @@ void llama_subkv::memory::seq_cp(llama_seq_id src, llama_seq_id dst, llama_pos p
 
 void llama_subkv::memory::seq_keep(llama_seq_id seq) {
     if (is_known(seq)) {
-        // llama.cpp keeps the cells of sequences in other streams and the snapshot that a removed tail selected, but not
-        // their recurrent state
+        // llama.cpp keeps the cells of sequences in other streams and the snapshot that a removed tail selected, but
+        // not their recurrent state.
         for (llama_seq_id other = 0; recurrent && other < (llama_seq_id) access::n_seq_max(*base); ++other) {
             if (other != seq) {
                 seq_rm(other, -1, -1);
@@ -639,7 +643,7 @@ void llama_subkv::memory::state_write(llama_io_write_i & io, llama_seq_id seq, l
 }
 
 void llama_subkv::memory::state_read(llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags) {
-    // the text of a state is unknown; a partial one has no rows of it
+    // The text of a state is unknown. A partial state has no rows, and the text remains as it was.
     for (llama_seq_id s = 0; s < (llama_seq_id) ctx.n_seq_max(); ++s) {
         if ((seq < 0 || s == seq) && !(flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)) {
             noted[s] = { NO_POSITION, { NO_POSITION, 0 } };
@@ -658,7 +662,7 @@ void llama_subkv::memory::state_read(llama_io_read_i & io, llama_seq_id seq, lla
 #ifdef HAS_HYBRID_IDX
     if (auto * indexed = dynamic_cast<llama_memory_hybrid_idx *>(inner.get())) {
         for (llama_seq_id s = 0; s < (llama_seq_id) access::n_seq_max(*base); ++s) {
-            indexed->seq_rm(s, 0, 0); // removes nothing; llama.cpp then computes the pooled keys again
+            indexed->seq_rm(s, 0, 0); // removes nothing, but makes llama.cpp compute the pooled keys again
         }
     }
 #endif

@@ -34,7 +34,7 @@ namespace llama_subkv {
 
 // The K/V cache whose rows may move, and the operations on its cells.
 struct mover {
-    // "": rows may move
+    // Returns "" if rows may move
     static std::string refusal(const llama_context & ctx) {
         const auto * memory = ctx.get_memory();
         if (!memory || !llama_subkv::coded(memory)) {
@@ -110,7 +110,7 @@ struct mover {
         }
         for (uint32_t i = 0; i < n_cells; ++i) {
             const auto pos = body.value<llama_pos>() - first;
-            body.value<uint32_t>(); // sequences: one
+            body.value<uint32_t>(); // one sequence
             const auto ext = llama_subkv::has_cell_ext(kv) ? body.value<llama_kv_cell_ext>() : llama_kv_cell_ext{};
             body.value<llama_seq_id>();
             if (pos >= 0 && pos < n) {
@@ -156,8 +156,8 @@ struct mover {
         if (slots.empty()) {
             throw std::runtime_error(format("%zu free cells expected, fewer found", rows.tokens.size()));
         }
-        access::hook(kv)->remove(seq, pos, subkv::MAX_POSITION,
-                                 reader(kv)); // no cells; a graph may still use their rows
+        // These positions have no cells, but a graph may still use their rows.
+        access::hook(kv)->remove(seq, pos, subkv::MAX_POSITION, reader(kv));
         kv.apply_ubatch(slots, ubatch);
         auto & cells = access::v_cells(kv)[slots.strm[0]];
         for (const uint32_t cell : slots.idxs[0]) {
@@ -237,7 +237,7 @@ private:
     size_t          used = 0;
 };
 
-// The value of use(); on an exception `failed`, and a line in the log.
+// Returns the value of use(). On an exception it returns `failed`, and logs why.
 template <typename T, typename F> T logged(T failed, F use) {
     try {
         return use();
@@ -280,7 +280,7 @@ llama_subkv_run * llama_subkv_run_of_state(llama_context * ctx, const void * sta
         memory_reader io(state, size);
         uint32_t      magic;
         llama_seq_id  seq;
-        io.read(&magic, sizeof(magic)); // of llama.cpp; the cells' own head follows
+        io.read(&magic, sizeof(magic)); // llama.cpp's own, before the head of the cells
         io.read(&seq, sizeof(seq));
         return llama_subkv::mover(*ctx).of_state(io, first, n).release();
     });

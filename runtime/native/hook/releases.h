@@ -9,7 +9,8 @@
 #include <set>
 #include <utility>
 
-// The layer that llama.cpp appends for a router, which is not in the file; -1: none, as in all models before 0.3.35.
+// The layer that llama.cpp appends for a router, which is not in the file, or -1 if there is none, as in all models
+// before 0.3.35.
 template <typename Hparams> auto router_layer(const Hparams & hparams, int) -> decltype(hparams.router_layer) {
     return hparams.router_layer;
 }

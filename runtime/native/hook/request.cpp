@@ -30,7 +30,7 @@ public:
         return LLAMA_SUBKV_TYPES_BITS[place - budgets];
     }
 
-    // 0: another type
+    // Returns 0 for another type
     float budget_of(ggml_type type) {
         std::lock_guard<std::mutex> lock(mutex);
         const auto * place = std::find(std::begin(LLAMA_SUBKV_TYPES_BITS), std::end(LLAMA_SUBKV_TYPES_BITS), type);

@@ -104,7 +104,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurre
     const auto & streams = access::seq_to_stream(kv);
     if (std::min(src, dst) < 0 || (size_t) std::max(src, dst) >= streams.size() || streams[src] != streams[dst] ||
         kv.seq_pos_max(dst) < 0) {
-        return true; // invalid: llama.cpp reports it; between streams, or to an empty dst, dst becomes equal to src
+        return true; // llama.cpp reports invalid sequences; between streams, or if dst is empty, it becomes equal to src
     }
     const llama_pos last = std::max(kv.seq_pos_max(src), kv.seq_pos_max(dst)), state = recurrent.seq_pos_max(src);
     if (state != last) {
@@ -124,7 +124,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
         return true; // llama.cpp copies everything between streams, and reports an invalid sequence
     }
     const auto [first, last] = positions(p0, p1);
-    // after a checkpoint one sequence may have own cells there, while both share coded cells
+    // After a checkpoint one sequence may have own cells there, while both share coded cells.
     const llama_pos doubled = reader(swa).doubled(src, dst, first, last);
     if (doubled >= 0) {
         return access::hook(base)->report(format(
@@ -135,7 +135,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
     std::vector<subkv::PosCell> copied;
     reader(base).find_all(src, first, last, copied);
     if (copied.empty() || reader(base).max_pos_outside(src, first, last) < 0) {
-        return true; // nothing, or everything: dst has the same window as src
+        return true; // nothing is copied, or everything, and dst gets the same window as src
     }
     const llama_pos next = std::max(base.seq_pos_max(dst), copied.back().pos) + 1;
     const llama_pos gone = missing_swa_pos(base, swa, { { src, first, std::min(last, next) } }, next);
@@ -154,7 +154,7 @@ int32_t llama_subkv_checkpoint_min(const llama_context * ctx, int32_t pos_min, i
     if (!slides) {
         return pos_min;
     }
-    // llama-server removes the last token of a checkpoint, or continues behind pos_min if that is later
+    // llama-server removes the last token of a checkpoint, or continues behind pos_min if that is later.
     const bool one_back = pos_min <= std::max(0, pos_max - n_swa + 1);
     return one_back ? std::max(pos_min, pos_max - n_swa - 1) : pos_max;
 }
@@ -211,7 +211,7 @@ bool llama_subkv::seq_div(llama_kv_cache & kv) {
         "with new positions, or use an ordinary cache type (-ctk f16)");
 }
 
-// true: not every tail can be removed (BasisSource::codes_later)
+// Returns true if not every tail can be removed (BasisSource::codes_later)
 static bool keeps_tails(const subkv::CacheHook * hook) {
     return hook && hook->facts().n_rollback >= 0;
 }
@@ -248,7 +248,7 @@ llama_pos llama_subkv::resume(llama_memory_i * memory, llama_seq_id seq, llama_p
     }
     const auto & base = *caches.base;
     const auto   to   = access::hook(base)->resume(seq, pos, reader(base));
-    // in the sliding half, the window of an earlier token may be gone, even that of the next one
+    // In the sliding half, the window of an earlier token may be gone, even that of the next one.
     const auto ready = [&](llama_pos at) { return missing_swa_pos(base, *caches.swa, { { seq, 0, at } }, at) < 0; };
     return !caches.swa || ready(to) ? to : ready(pos) ? pos : 0;
 }

@@ -190,7 +190,7 @@ static void build_layer_shift(const llama_kv_cache & kv, const llama_cparams & c
     ggml_context * ctx   = res.get_ctx();
     const int64_t  n_rot = access::hparams(kv).n_rot(il);
 
-    // YaRN and similar methods scale queries and keys; stored keys are already scaled
+    // YaRN and similar methods scale queries and keys, but stored keys are already scaled.
     const float   freq_scale = access::model(kv).get_rope_freq_scale(cparams, il);
     llama_cparams rope       = cparams;
     rope.yarn_attn_factor    = rope.yarn_ext_factor != 0.0f ? 1.0f / (1.0f - 0.1f * std::log(freq_scale)) : 1.0f;
@@ -207,7 +207,7 @@ static void build_layer_shift(const llama_kv_cache & kv, const llama_cparams & c
                                            access::model(kv).get_rope_factors(cparams, il),
                                            access::model(kv).get_rope_freq_base(cparams, il), freq_scale, il);
     b.first     = access::hparams(kv).n_lora_kv > 0 ? access::hparams(kv).n_embd_head_k(il) - n_rot :
-                                                      0; // latent rows: they are last
+                                                      0; // latent rows end with the rotated elements
     b.apart     = input.apart;
     access::hook(kv)->build_shift(b);
 }
@@ -228,7 +228,7 @@ bool llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & c
                 build_layer_shift(kv, cparams, res, k_shift, layer.il, *input);
             }
         }
-        // ggml asks whether to stop before a node's other threads have finished: behind this node they have
+        // ggml may ask whether to stop before a node's other threads have finished, but behind this node they have.
         ggml_build_forward_expand(res.get_gf(), ggml_dup(res.get_ctx(), k_shift));
     }
     return rotates(il);

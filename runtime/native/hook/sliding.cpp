@@ -14,8 +14,9 @@
 
 namespace {
 
-constexpr ggml_type SMALL  = GGML_TYPE_Q8_0;
-constexpr int       MATRIX = 64; // llama.cpp's smallest Hadamard matrix: it rotates quantized rows by one or several
+constexpr ggml_type SMALL = GGML_TYPE_Q8_0;
+// the size of llama.cpp's smallest Hadamard matrix; it rotates a quantized row by one or several
+constexpr int MATRIX = 64;
 
 // Does the device of a layer have flash attention over rows of type SMALL?
 bool has_flash_attention(const llama_model & model, uint32_t il, bool offload) {
@@ -38,7 +39,7 @@ bool has_flash_attention(const llama_model & model, uint32_t il, bool offload) {
     return ggml_backend_dev_supports_op(device, op);
 }
 
-// Why the sliding layers must keep f16; "": they need not.
+// Why the sliding layers must keep f16, or "" if they need not.
 std::string reason_for_f16(const llama_model & model, bool offload, const llama_subkv::layer_filter & filter) {
     const auto & hparams = model.hparams;
     uint32_t     d_k     = 0;

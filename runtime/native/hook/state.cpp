@@ -44,11 +44,11 @@ private:
 
 namespace llama_subkv {
 
-// The head of a state, or its body: llama.cpp's data with coded cells as rows, and the window; or llama.cpp's data of
-// another half. The stream includes the data of tensors on a device.
+// Writes the head of a state, or its body. The body is llama.cpp's data with coded cells as rows, followed by the
+// window, or it is llama.cpp's data of another half. The stream includes the data of tensors on a device.
 class row_writer : public llama_io_write_i, public subkv::StateWriter {
 public:
-    // sum: checksum of the preceding bytes, continued
+    // `sum` is the checksum of the preceding bytes, which is continued.
     row_writer(const llama_kv_cache & kv, llama_io_write_i & io, uint64_t sum = subkv::CHECKSUM_OF_NOTHING) :
         sum(sum), io(io), coded(kv), counts(dynamic_cast<counts_only *>(&io) != nullptr) {}
 
@@ -93,7 +93,7 @@ template <typename Body> static void write_checked(llama_io_write_i & io, Body b
     io.write(&sum, sizeof(sum));
 }
 
-// The shift history for the window, and the checksum.
+// Returns the shift history for the window, and the checksum.
 static std::pair<std::vector<uint64_t>, uint64_t> read_head(const subkv::CacheHook & hook, llama_io_read_i & io,
                                                             llama_seq_id seq, bool partial) {
     head_reader head(io);

@@ -18,7 +18,8 @@ static void demand_position(llama_pos pos) {
            pos);
 }
 
-// llama.cpp does not check: positions and sequences of cells, duplicate cells, and the widths of rows.
+// This covers what llama.cpp does not check, which is the positions and sequences of cells, duplicate cells, and the
+// widths of rows.
 void llama_subkv::row_reader::check(const llama_kv_cache & of, llama_seq_id seq) const {
     cursor     in(bytes);
     const auto n_stream = in.value<uint32_t>();
@@ -78,7 +79,7 @@ void llama_subkv::row_reader::check(const llama_kv_cache & of, llama_seq_id seq)
     }
 }
 
-// The same for recurrent state: llama.cpp aborts the process at a second cell of a sequence.
+// The same for recurrent state, where llama.cpp aborts the process at a second cell of a sequence.
 void llama_subkv::row_reader::check(const llama_memory_recurrent &, llama_seq_id seq) const {
     cursor         in(bytes);
     const uint32_t most    = seq < 0 ? access::n_seq_max(kv) : 1;

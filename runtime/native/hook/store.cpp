@@ -38,11 +38,11 @@ struct process_store {
     std::mutex                mutex;
     std::set<std::string>     unknown; // models whose digest cannot be computed, by path
 
-    // What the identity of prompts depends on in a process: the context, a draft model's or nullptr, in which of them
-    // tokens attend to earlier ones only, and whether rows have moved.
+    // What the identity of prompts depends on in a process: the context, the draft model's context or nullptr, in which
+    // of them tokens attend to earlier ones only, and whether rows have moved.
     using known_key = std::tuple<const llama_context *, const llama_context *, int, bool>;
 
-    // used only by the thread that drives the contexts
+    // Only the thread that drives the contexts uses it.
     std::map<known_key, subkv::StoreIdentity> identities;
     std::set<const subkv_store_found *>       moved; // prompts that were read and may have moved rows
 };
@@ -71,7 +71,7 @@ void open_store(process_store & to, const char * folder) {
     llama_subkv_log(std::string("prompts are stored in ") + folder + ", at most " + std::to_string(mib) + " MiB");
 }
 
-// Never closed: a thread that waits for a disk may outlive all other objects.
+// It is never closed, because a thread that waits for a disk may outlive all other objects.
 process_store & the_store() {
     static process_store * store = [] {
         auto * opened = new process_store;
@@ -219,7 +219,7 @@ subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * d
     subkv_store_query   query = { tokens, n_tokens,    n_held, n_max, llama_subkv::n_removable(*ctx),
                                   per,    GET_SECONDS, n_moved };
     subkv_store_found * best  = nullptr;
-    for (const bool moved : { false, true }) { // evaluated prompts; those with moved rows
+    for (const bool moved : { false, true }) { // first the prompts as evaluated, then those with moved rows
         subkv::StoreIdentity identity;
         if ((moved && !llama_subkv_moves(ctx, draft, false)) || !identity_of(store, ctx, draft, moved, identity)) {
             break;
@@ -252,7 +252,7 @@ llama_subkv_text llama_subkv_store_text(const subkv_store_found * found) {
 void llama_subkv_store_free(subkv_store_found * found, bool accepted) {
     auto & store = the_store();
     if (!accepted) {
-        const std::string why = store.library->last_error(); // "": llama.cpp has logged it
+        const std::string why = store.library->last_error(); // "" if llama.cpp has logged it
         llama_subkv_log("SUBKV_STORE: the cache rejects a stored prompt" + (why.empty() ? why : ": " + why));
     }
     store.moved.erase(found);

@@ -27,17 +27,18 @@ typedef struct subkv_observer subkv_observer; // accumulates calibration statist
 
 SUBKV_API const char * subkv_last_error(void);
 
-// What failed, for programs that react to it; the sentence is for people.
+// What failed, for programs that react to it. The sentence is for people.
 enum {
     SUBKV_ERROR_NONE        = 0,
-    SUBKV_ERROR_INVALID     = 1, // an argument, a variable, a file, a state or a batch; the kind of all others
-    SUBKV_ERROR_UNSUPPORTED = 2, // the model, or one of its layers on this device: an ordinary cache can have it
+    SUBKV_ERROR_INVALID     = 1, // an argument, a variable, a file, a state or a batch, and everything else
+    SUBKV_ERROR_UNSUPPORTED = 2, // the model, or one of its layers on this device, which an ordinary cache can have
     SUBKV_ERROR_MEMORY      = 3, // of the host or of a device
     SUBKV_ERROR_UNAVAILABLE = 4, // the system (access, memory, the disk) cannot read a file, which may be sound
     SUBKV_ERROR_BUDGET      = 5  // bases have no plan for the requested bits per element, or SUBKV_BITS is invalid
 };
 
-// A sentence "KEY: REASON; REMEDY" and its kind. key: of an argument, a variable or a file. "": no key, no remedy.
+// A sentence "KEY: REASON; REMEDY" and its kind. The key is an argument, a variable or a file. Key and remedy are "" if
+// there is none.
 typedef struct subkv_error {
     int32_t      kind;
     const char * key;
@@ -45,11 +46,12 @@ typedef struct subkv_error {
     const char * remedy; // another cache type, or a conversion
 } subkv_error;
 
-// The parts of subkv_last_error(), which are valid as long; without an error, kind is SUBKV_ERROR_NONE. Never NULL.
+// The parts of subkv_last_error(), which are valid as long. It is never NULL, and without an error, kind is
+// SUBKV_ERROR_NONE.
 SUBKV_API const subkv_error * subkv_last_error_parts(void);
-// Name of the CPU kernels in use, e.g. "avx2"; NULL + last_error if none can run.
+// Name of the CPU kernels in use, such as "avx2". If none can run, returns NULL and sets the last error.
 SUBKV_API const char * subkv_kernel_name(void);
-// Name of the GPU kernels in this build, "cuda" or "vulkan"; NULL: none.
+// Name of the GPU kernels in this build, "cuda" or "vulkan", or NULL if there are none.
 SUBKV_API const char * subkv_device_kernel_name(void);
 
 //
@@ -61,9 +63,9 @@ SUBKV_API const char * subkv_device_kernel_name(void);
 // of an f32.
 SUBKV_API const char * subkv_constants(void);
 
-// Rows of one KV head: bands [n_bands][2] coefficients and bits, ratio [n_bands]; c [n][rank] f32 coefficients,
-// rows [n][row_bytes]. encode returns the number of non-finite rows (decode gives NaN), or -1.
-// Every processor computes the same bytes and the same decoded coefficients.
+// Rows of one KV head, with bands [n_bands][2] as coefficients and bits, ratio [n_bands], c [n][rank] f32 coefficients,
+// and rows [n][row_bytes]. encode returns the number of non-finite rows (decode gives NaN), or -1. Every processor
+// computes the same bytes and the same decoded coefficients.
 SUBKV_API int64_t subkv_encode_rows(const int32_t * bands, const float * ratio, int32_t n_bands, const float * c,
                                     int64_t n, uint8_t * rows);
 SUBKV_API bool    subkv_decode_rows(const int32_t * bands, const float * ratio, int32_t n_bands, const uint8_t * rows,
@@ -73,22 +75,23 @@ SUBKV_API bool    subkv_decode_rows(const int32_t * bands, const float * ratio, 
 // layout
 //
 
-// 1: the GGUF at `path` has subkv.* keys, 0: it has none, -1: the file cannot be read as GGUF.
+// Returns 1 if the GGUF at `path` has subkv.* keys, 0 if it has none, and -1 if the file cannot be read as GGUF.
 SUBKV_API int32_t subkv_layout_present(const char * path);
 
-// Reads and validates every subkv.* key (converter/FORMAT.md). `path`: a converted model or a sidecar.
-// NULL on any defect; the message names the key, the expected value and the actual value.
+// Reads and validates every subkv.* key (converter/FORMAT.md) of a converted model or a sidecar. Returns NULL on any
+// defect, and the error names the key, the expected value and the actual value.
 SUBKV_API subkv_layout * subkv_layout_load(const char * path);
-// The same for one of the file's budgets in bits per element; 0: that of subkv_layout_load.
+// The same for one of the file's budgets in bits per element, or 0 for that of subkv_layout_load.
 SUBKV_API subkv_layout * subkv_layout_load_budget(const char * path, float budget);
-// The same of bases from the weights of the model at `path`, in memory; 0: derived_budget() bits. sliding: layers of a
-// model with a sliding window, which stay ordinary and get no bases, unless no other ones are left; NULL: none.
+// The same for bases from the weights of the model at `path`, in memory, where a budget of 0 means derived_budget()
+// bits. `sliding` tells the layers of a model with a sliding window, or is NULL if there are none. These layers stay
+// ordinary and get no bases, unless no other ones are left.
 SUBKV_API subkv_layout * subkv_layout_derive(const char * path, float budget, const int32_t * sliding,
                                              int32_t n_sliding);
 // A matrix or vector in memory, in rows without gaps. A file of the model has each n_order of these rows in the order
 // `order` (indices of rows), or, with NULL, as they are.
 typedef struct subkv_matrix {
-    const char *    name; // as in a file: blk.0.attn_k.weight
+    const char *    name; // as in a file, such as blk.0.attn_k.weight
     const void *    data; // [n_rows][n]
     int64_t         n_rows, n;
     const int32_t * order;
@@ -96,17 +99,17 @@ typedef struct subkv_matrix {
     int32_t         type; // enum ggml_type
 } subkv_matrix;
 
-// As subkv_layout_derive, of a model in memory. metadata: its keys, as a file has them; matrices: the weights and biases of
-// queries and keys, and the norms before and in attention, of those in a file; others are not used.
+// As subkv_layout_derive, for a model in memory. `metadata` has its keys as in a file. Of its matrices, only the
+// weights and biases of queries and keys and the norms before and in attention are used.
 SUBKV_API subkv_layout * subkv_layout_derive_matrices(const struct gguf_context * metadata,
                                                       const subkv_matrix * matrices, int32_t n_matrices, float budget,
                                                       int32_t n_sink, int32_t n_recent);
 SUBKV_API void           subkv_layout_free(subkv_layout * layout);
 
-// Copies E (decode = false) or D (decode = true) of one head, [rank][d] f32, to `out`; returns rank*d, or -1.
+// Copies E (decode = false) or D (decode = true) of one head, [rank][d] f32, to `out`. Returns rank*d, or -1.
 SUBKV_API int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value, bool decode,
                                      float * out, int64_t n_out);
-// The same of the mean of one head's keys, [d_k]: zeros if there is none.
+// The same for the mean of one head's keys, [d_k], which is zeros if there is none.
 SUBKV_API int64_t subkv_layout_mean(const subkv_layout * layout, int32_t il, int32_t head_kv, float * out,
                                     int64_t n_out);
 
@@ -132,15 +135,16 @@ SUBKV_API const char * subkv_layout_json(const subkv_layout * layout);
 // bases of a model
 //
 
-// The content hash of a model, which names its sidecars (converter/FORMAT.md §1.1): 64 digits and a zero. `path`: the
-// first file of a split model.
+// The content hash of a model, which names its sidecars (converter/FORMAT.md §1.1), as 64 digits and a zero. `path` is
+// the first file of a split model.
 SUBKV_API bool subkv_model_content(const char * path, char out[65]);
-// The digest of FORMAT.md §1.3 for bases with these first and last coded layers; "": the model has none of the weights.
+// The digest of FORMAT.md §1.3 for bases with these first and last coded layers, or "" if the model has none of the
+// weights.
 SUBKV_API bool subkv_model_weights(const char * path, int32_t first_layer, int32_t last_layer, char out[65]);
 
-// Where bases come from, in the order of the search: a file that the user names; the model's own keys; the sidecar beside
-// the model (by the model's name, else by its content); the user's cache folder, by the model's content; else they are
-// derived from the weights, in memory.
+// Where bases come from, in the order of the search. These are a file that the user names, the model's own keys, the
+// sidecar beside the model (by the model's name, else by its content), and the user's cache folder, by the model's
+// content. If none has bases, they are derived from the weights, in memory.
 enum {
     SUBKV_BASES_NONE     = 0,
     SUBKV_BASES_NAMED    = 1,
@@ -154,47 +158,50 @@ enum {
 typedef struct subkv_cache_request {
     const char * model; // first file
     const char * type; // of keys and values: "auto", "subkv", "subkv:BITS", "subkv:FILE" (with bases) or a type of ggml
-    const char *
-        type_k; // the same of one side. One that is not asked has `type`, or f16; an asked "auto" or coded type
-    const char * type_v;  // is of both
+    // The type of one side. A side that is not asked has `type`, or f16. "auto" or a coded type is for both sides.
+    const char * type_k;
+    const char * type_v;
     const char * bases;   // a file with bases, which alone counts
-    float        bits;    // per element, of those that the bases can have; not asked: SUBKV_BITS, or their default
-    bool         memory;  // the caller will choose the bits by their size: the cache must be coded
+    float        bits;    // per element, of those that the bases can have; if not asked, SUBKV_BITS or their default
+    bool         memory;  // the caller will choose the bits by their size, so the cache must be coded
     bool         sidecar; // use BESIDE and STORED
     bool         derive;  // use WEIGHTS for "auto", too
-    bool (*slides)(int32_t il); // whether a layer has a sliding window, for models with some; such layers get no bases
-                                // from the weights, unless all layers slide. NULL: none has
+    // Whether a layer has a sliding window, for models with some, or NULL if none has. Such layers get no bases from the
+    // weights, unless all layers slide.
+    bool (*slides)(int32_t il);
     int32_t      n_sink, n_recent, n_rollback; // as in subkv_cache_params, like the next one
     const char * adapt;
 } subkv_cache_request;
 
 // The cache that is given. The texts are valid until the next call on the same thread.
 typedef struct subkv_cache_choice {
-    const char *   type_k; // "subkv" for both, or types of ggml
-    const char *   type_v;
-    int32_t        ggml_type_k; // enum ggml_type, for llama_context_params
-    int32_t        ggml_type_v;
-    bool           automatic; // nobody asked for a coded cache: f16 replaces one that the engine does not support
-    int32_t        source;    // of the bases
-    const char *   path;      // of their file; "": none, or they are derived
-    subkv_layout * layout;    // to be freed by the caller; NULL: an ordinary cache
-    float          bits;      // of the layout, per element, and those of the same bases by default
+    const char * type_k; // "subkv" for both, or types of ggml
+    const char * type_v;
+    int32_t      ggml_type_k; // enum ggml_type, for llama_context_params
+    int32_t      ggml_type_v;
+    // nobody asked for a coded cache, so that f16 replaces one that the engine does not support
+    bool           automatic;
+    int32_t        source; // of the bases
+    const char *   path;   // of their file, or "" if there is none, or they are derived
+    subkv_layout * layout; // to be freed by the caller, or NULL for an ordinary cache
+    float          bits;   // of the layout, per element, and those of the same bases by default
     float          bits_default;
     int32_t        n_sink, n_recent, n_rollback;
     const char *   adapt;
-    const char *   words; // source and size of the bases, or why there are none; "": an ordinary type was asked
+    const char *   words; // source and size of the bases, or why there are none, or "" if an ordinary type was asked
     const char *   gain;  // how the user gets better bases
 } subkv_cache_choice;
 
-// Decides which cache a context gets. Bases are those of the first place that has some: no later place replaces a damaged
-// file or one of another model. false: key of subkv_last_error_parts() is the field of the request that the error is
-// about, or SUBKV_BITS; "sidecar": a file that was found cannot be used; "derive": the model can have no bases.
+// Decides which cache a context gets. Bases are those of the first place that has some, because no later place may
+// replace a damaged file or one of another model. If this returns false, the key of subkv_last_error_parts() is the
+// field of the request that the error is about, or SUBKV_BITS, or one of two words: "sidecar" if a file that was found
+// cannot be used, and "derive" if the model can have no bases.
 SUBKV_API bool subkv_resolve(const subkv_cache_request * request, subkv_cache_choice * out);
 
-// The file that the search finds or would find for a model at BESIDE or STORED. It may not exist. content: of
-// subkv_model_content; NULL for BESIDE. The text is valid until the next call on the same thread.
+// The file that the search finds or would find for a model at BESIDE or STORED. It may not exist. `content` is that of
+// subkv_model_content, or NULL for BESIDE. The text is valid until the next call on the same thread.
 SUBKV_API const char * subkv_sidecar_path(const char * model, const char * content, int32_t source);
-// The folder of STORED, in the user's cache folder; it may not exist. NULL: there is no home folder.
+// The folder of STORED, in the user's cache folder, which may not exist. Returns NULL if there is no home folder.
 SUBKV_API const char * subkv_sidecar_folder(void);
 
 //
@@ -202,40 +209,40 @@ SUBKV_API const char * subkv_sidecar_folder(void);
 //
 
 typedef struct subkv_cache_params {
-    int32_t      n_sink;     // < 0: the layout's value
-    int32_t      n_recent;   // < 0: the layout's value
-    int32_t      n_rollback; // exact rows kept beyond n_recent: removing n_rollback last tokens costs none; < 0: 16
-    const char * adapt;      // options of adaptation, as --adapt: "none", "v", "kv,length=512,gain=0.9"; NULL: none
+    int32_t n_sink;   // < 0: the layout's value
+    int32_t n_recent; // < 0: the layout's value
+    // exact rows kept beyond n_recent, so that removing n_rollback last tokens costs none; < 0 for 16
+    int32_t      n_rollback;
+    const char * adapt; // options of adaptation, as --adapt: "none", "v", "kv,length=512,gain=0.9", or NULL for none
 } subkv_cache_params;
 
-// The next call of llama_init_from_model by *this thread* creates its K/V cache with `layout` (retained by the context).
-// `params` may be NULL. The request ends with that call, whether it creates a context or not; subkv_attach(NULL, NULL)
-// ends it earlier. If the model cannot use the layout, llama_init_from_model returns NULL and subkv_last_error() has the
-// reason. A model without a K/V cache (recurrent, encoder-only) creates none: check with subkv_get_stats that the context
-// has a coefficient cache.
+// The next call of llama_init_from_model by *this thread* creates its K/V cache with `layout` (retained by the
+// context). `params` may be NULL. The request ends with that call, whether it creates a context or not, or earlier with
+// subkv_attach(NULL, NULL). If the model cannot use the layout, llama_init_from_model returns NULL and
+// subkv_last_error() has the reason. A model without a K/V cache (recurrent, encoder-only) creates none, so check with
+// subkv_get_stats that the context has a coefficient cache.
 SUBKV_API bool subkv_attach(subkv_layout * layout, const subkv_cache_params * params);
 
-// The variable SUBKV selects the cache of a context without an attached layout (docs/programs.md): unset or `off`: an
-// ordinary cache; `auto`: the model's bases; `subkv`: those, or no context; any other value: a file with bases. With this
-// call the next llama_init_from_model by this thread ignores SUBKV and creates ordinary caches.
+// The variable SUBKV selects the cache of a context without an attached layout (docs/programs.md). With this call the
+// next llama_init_from_model by this thread ignores SUBKV and creates ordinary caches.
 SUBKV_API void subkv_attach_ordinary(void);
 
 typedef struct subkv_stats {
     uint64_t bytes_codes;     // coefficient rows as allocated, K and V
     uint64_t bytes_window;    // exact window as allocated
     uint64_t bytes_stock;     // K/V of layers that stay ordinary (sliding-window layers), an indexer's keys
-    uint64_t bytes_kv;        // all memory of the cache: codes, window, adapted bases, ordinary layers
+    uint64_t bytes_kv;        // all memory of the cache, which is codes, window, adapted bases and ordinary layers
     uint64_t bytes_f16;       // size of an f16 cache of the same context, all layers
-    uint64_t bytes_bases;     // bases in memory: E, D, and the means of keys
+    uint64_t bytes_bases;     // bases in memory, which are E, D, and the means of keys
     uint64_t bytes_per_token; // coefficient-row bytes of one cell, all coded layers
-    uint64_t n_zero_rows;     // rows of a head, K or V, that are not finite: attention to them is NaN
+    uint64_t n_zero_rows;     // rows of a head, K or V, that are not finite, so that attention to them is NaN
     uint64_t bytes_chunks;    // adapted bases and their sketches, current size
     uint64_t n_chunks;        // adapted bases in use, all heads
     uint32_t n_layer_coded;
     uint32_t n_layer_device;  // of these, on a GPU
-    uint32_t n_layer_sliding; // with a sliding window: ordinary
+    uint32_t n_layer_sliding; // ordinary layers with a sliding window
     uint32_t n_layer_other;   // ordinary for other reasons
-    uint32_t n_swa;           // tokens of the window of sliding layers; 0: they hold all cells (swa_full)
+    uint32_t n_swa;           // tokens of the window of sliding layers, or 0 if they hold all cells (swa_full)
     uint32_t n_cells;         // cells per stream
     uint32_t n_stream;
     int32_t  n_sink;
@@ -247,21 +254,21 @@ typedef struct subkv_stats {
 // Returns false if the context has no coefficient cache.
 SUBKV_API bool subkv_get_stats(struct llama_context * ctx, subkv_stats * out);
 
-// Fingerprint of the context's layout; NULL for an ordinary cache, which is no error.
+// Fingerprint of the context's layout, or NULL for an ordinary cache, which is no error.
 SUBKV_API const char * subkv_context_fingerprint(struct llama_context * ctx);
-// GPUs that store the coded layers, with llama.cpp's names and descriptions, separated by ", "; NULL for an ordinary
+// GPUs that store the coded layers, with llama.cpp's names and descriptions, separated by ", ", or NULL for an ordinary
 // cache.
 SUBKV_API const char * subkv_context_devices(struct llama_context * ctx);
 
-// Where evaluation resumes in a sequence of which positions before `pos` are kept: at `pos`, or at most SUBKV_RESUME
-// tokens (32 by default) before it if a coefficient cache has lost exact rows of the last ones (removed tails and moved
-// parts lose them). A program removes the cells from there on and evaluates their tokens again.
+// Where evaluation resumes in a sequence whose positions before `pos` are kept. This is `pos`, or at most SUBKV_RESUME
+// tokens (32 by default) before it if a coefficient cache has lost exact rows of the last ones, as after removed tails
+// and moved parts. A program removes the cells from there on and evaluates their tokens again.
 SUBKV_API int32_t subkv_resume(struct llama_context * ctx, int32_t seq, int32_t pos);
 
-// llama_memory_seq_add, _div and _cp return nothing, but a coefficient cache may refuse them: it then changes nothing, and
-// logs the reason. Because the caller believes otherwise, the sequence (of a copy: the destination) decodes no token and
-// has no state until the positions that were to change are removed. true: the last such operation on a sequence was
-// refused. The caller then knows, and the sequence can be used as it was before.
+// llama_memory_seq_add, _div and _cp return nothing, but a coefficient cache may refuse them. It then changes nothing,
+// and logs the reason. Because the caller believes otherwise, the sequence (of a copy, the destination) decodes no
+// token and has no state until the positions that were to change are removed. Returns true if the last such operation
+// on a sequence was refused. The caller then knows, and the sequence can be used as it was before.
 SUBKV_API bool subkv_take_refusal(struct llama_context * ctx, int32_t seq);
 
 //
@@ -269,15 +276,16 @@ SUBKV_API bool subkv_take_refusal(struct llama_context * ctx, int32_t seq);
 //
 
 // The next context that this thread creates with llama_init_from_model reports its queries, keys and values to `obs`.
-// The context has an ordinary f16 cache, or the cache of an earlier subkv_attach; both requests end with that call. The
-// observer must outlive the context.
+// The context has an ordinary f16 cache, or the cache of an earlier subkv_attach, and both requests end with that call.
+// The observer must outlive the context.
 SUBKV_API subkv_observer * subkv_observer_new(int32_t n_skip); // statistics exclude positions < n_skip
 SUBKV_API void             subkv_observer_free(subkv_observer * obs);
 SUBKV_API bool             subkv_observe(subkv_observer * obs);
 
-// SUBKV_ACCUMULATE adds to the second moments. SUBKV_SAMPLE copies single rows instead (held-out text): k and v rows at
-// the positions in key_pos; q rows and, in a coded layer, attention outputs at the positions in query_pos. The function
-// copies both lists; each call appends a new sample set to the earlier ones. SUBKV_PAUSE records nothing.
+// SUBKV_ACCUMULATE adds to the second moments. SUBKV_SAMPLE copies single rows of held-out text instead, which are k
+// and v rows at the positions in key_pos, and q rows and, in a coded layer, attention outputs at the positions in
+// query_pos. The function copies both lists, and each call appends a new sample set to the earlier ones. SUBKV_PAUSE
+// records nothing.
 enum { SUBKV_PAUSE = 0, SUBKV_ACCUMULATE = 1, SUBKV_SAMPLE = 2 };
 SUBKV_API bool subkv_observer_mode(subkv_observer * obs, int32_t mode, const int32_t * key_pos, int32_t n_key,
                                    const int32_t * query_pos, int32_t n_query);
@@ -292,8 +300,8 @@ typedef struct subkv_observed {
     uint64_t n_tokens;       // tokens accumulated
     int32_t  n_key, n_query; // sampled rows so far
     uint64_t n_nonfinite;    // tokens skipped because a row has NaN or Inf
-    int32_t  coded;          // 1: observed in a coefficient cache, which also sets `plain`
-    int32_t  plain;          // 1: logits are scale q.k, without soft-capping, ALiBi and attention sinks
+    int32_t  coded;          // 1 if observed in a coefficient cache, which also sets `plain`
+    int32_t  plain;          // 1 if logits are scale q.k, without soft-capping, ALiBi and attention sinks
 } subkv_observed;
 SUBKV_API int32_t subkv_observer_n_layer(const subkv_observer * obs); // -1: NULL
 SUBKV_API bool    subkv_observer_layer(const subkv_observer * obs, int32_t il, subkv_observed * out);

@@ -57,7 +57,7 @@ template <typename Call> bool calls(size_t offset, const Call & call) {
         }                                                                                                              \
     } while (false)
 
-// The name of the first structure that differs in ggml; nullptr: all are equal.
+// The name of the first structure that differs in ggml, or nullptr if all are equal.
 const char * check_interfaces(ggml_tensor * t) {
     Probe<ggml_backend_device> dev;
     dev.object.reg = (ggml_backend_reg_t) &called;
@@ -77,7 +77,7 @@ const char * check_interfaces(ggml_tensor * t) {
                CALLS(Device, get_buffer_type, ggml_backend_dev_buffer_type(&dev.object)) &&
                CALLS(Device, supports_op, ggml_backend_dev_supports_op(&dev.object, t)) &&
                CALLS(Device, supports_buft, ggml_backend_dev_supports_buft(&dev.object, nullptr)));
-    // ggml has set its structure to zeros
+    // ggml has set its structure to zeros.
     EXPECT("ggml_backend_dev_props",
            props[sizeof(ggml_backend_dev_props) - 1] == 0 && props[sizeof(ggml_backend_dev_props)] == 0xff);
 
@@ -135,7 +135,8 @@ bool has_floats(const ggml_tensor * t, int first, std::initializer_list<float> v
     return std::memcmp(t->op_params + first, values.begin(), values.size() * sizeof(float)) == 0;
 }
 
-// Tensors and graphs: the fields that the plug-in and the engine read, and the parameters of the nodes that they know.
+// Compares the fields of tensors and graphs that the plug-in and the engine read, and the parameters of the nodes that
+// they know.
 const char * check_graphs() {
     ggml_context_ptr ctx_ptr(
         ggml_init({ 64 * ggml_tensor_overhead() + ggml_graph_overhead_custom(8, false), nullptr, true }));

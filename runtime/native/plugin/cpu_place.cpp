@@ -14,15 +14,15 @@ namespace subkv::plugin {
 
 namespace {
 
-// Address space, whose pages get memory when they are written; nullptr: none. PROT_NONE: they get none, also in a process
-// that locks its memory, and count as none where the system does not overcommit.
+// Reserves address space, whose pages get memory when they are written, or returns nullptr. With PROT_NONE they get
+// none, also in a process that locks its memory, and count as none where the system does not overcommit.
 uint8_t * map(size_t size, int protection, void * at = nullptr) {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (at ? MAP_FIXED : 0);
     void *    base  = mmap(at, size, protection, flags, -1, 0);
     return base == MAP_FAILED ? nullptr : (uint8_t *) base;
 }
 
-// Zeros, which take no memory if the system takes the pages back: it does not take locked ones.
+// Sets pages to zeros. They then take no memory if the system takes them back, which it does not do with locked ones.
 void zero(void * data, size_t size) {
     const auto [begin, n] = pages(data, size, true);
     auto *const first = (uint8_t *) data, *const last = first + size;
@@ -34,7 +34,7 @@ void zero(void * data, size_t size) {
     std::fill(begin + n, last, (uint8_t) 0);
 }
 
-// A type for codes and windows: the CPU's buffers, of reserved memory.
+// A type for codes and windows, which is the CPU's buffers on reserved memory.
 ggml_backend_buffer_type_t reserved_type() {
     static ggml_backend_buffer_type type = {
         { [](ggml_backend_buffer_type_t) { return "SUBKV"; },
@@ -61,7 +61,7 @@ ggml_backend_buffer_type_t reserved_type() {
 class CpuPlace final : public Place {
 public:
     uint8_t * reserve(size_t size) override {
-        constexpr size_t MOST_SMALLER = 16; // than f16: no codes are
+        constexpr size_t MOST_SMALLER = 16; // than f16, because no codes are smaller
         if (size / MOST_SMALLER > (uint64_t) available_memory()) {
             log_line("n_ctx: expected buffers that fit in the " + std::to_string(available_memory() >> 20) +
                      " MiB of memory available, found one of " + std::to_string(size >> 20) + " MiB as f16");

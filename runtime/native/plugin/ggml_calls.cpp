@@ -8,7 +8,7 @@
 #include <mutex>
 #include <string>
 
-// CALL(name) for every function of ggml that our objects call; the build lists them (cmake/native/plugin.cmake).
+// CALL(name) for every function of ggml that our objects call, as the build lists them (cmake/native/plugin.cmake).
 #define GGML_NAMES "ggml_names.inc"
 
 #if defined(__x86_64__)

@@ -34,7 +34,7 @@ float number(const ggml_tensor * t, int i) {
     return x;
 }
 
-// The input from which a mask is cast; nullptr: the graph computes the mask.
+// The input from which a mask is cast, or nullptr if the graph computes the mask.
 ggml_tensor * input_of(ggml_tensor * t) {
     while (t->op == ggml_ops().cpy || t->op == ggml_ops().cont) {
         t = t->src[0];
@@ -57,8 +57,8 @@ Touched touched(const ggml_tensor * t) {
     return found;
 }
 
-// ggml's number of a graph, by which it is known to be the same as before. 0: a part of a graph, between two calls of
-// a program's evaluation callback.
+// ggml's number of a graph, by which it is known to be the same as before. It is 0 for a part of a graph, between two
+// calls of a program's evaluation callback.
 template <typename Graph> auto uid_of(const Graph * graph, int) -> decltype(uint64_t(graph->uid)) {
     return graph->uid;
 }
@@ -193,7 +193,8 @@ public:
                      "cache");
             }
         }
-        // Before all ordinary layers: if some of them lack memory, llama.cpp computes the graph again.
+        // Rotations come before all ordinary layers, because llama.cpp computes the graph again if some of them lack
+        // memory.
         const bool  rotates = ggml_graph_n_nodes(rotations_graph_) > 0;
         ggml_status status  = rotates ? done(place().rotate(backend, rotations_graph_)) : GGML_STATUS_SUCCESS;
         status = status == GGML_STATUS_SUCCESS ? done(place().run(backend, graph_, nodes_, number_)) : status;
@@ -220,8 +221,8 @@ private:
     struct Part {
         Store *             store;
         Inputs              inputs;
-        const ggml_tensor * cells     = nullptr; // I64 [n_tokens]; nullptr: a shift
-        const ggml_tensor * positions = nullptr; // I32 [n_tokens], or four times as many; nullptr: none
+        const ggml_tensor * cells     = nullptr; // I64 [n_tokens], or nullptr for a shift
+        const ggml_tensor * positions = nullptr; // I32 [n_tokens], or four times as many, or nullptr if there is none
         const ggml_tensor * mask      = nullptr;
         int64_t             n_tokens  = 0;
         const ggml_tensor * by        = nullptr; // I32 [n_cells * n_stream] distances of a shift
@@ -238,7 +239,7 @@ private:
 
     ggml_tensor * node(int i) const { return ggml_graph_node(graph_, i); }
 
-    // Memory of a tensor; kept: until the graph is done, else until the next layer.
+    // Gives memory to a tensor until the next layer, or, if it is `kept`, until the graph is done.
     void allocate(ggml_tensor * t, bool kept) {
         size_t & size = kept ? n_kept_ : n_reused_;
         memory_.push_back({ t, kept, size });
@@ -295,8 +296,8 @@ private:
 
             const int     first = ggml_graph_n_nodes(made_);
             ggml_tensor * out   = part.store->cache().build_attn(b);
-            // For a prompt on a GPU, `out` is a view of the node that writes the result: that node gets the place of
-            // the program's result.
+            // For a prompt on a GPU, `out` is a view of the node that writes the result, and that node gets the place
+            // of the program's result.
             ((ggml_tensor *) root_of(out))->data = node(index)->data;
             insert(part, use, b, first, index);
         }
@@ -320,7 +321,8 @@ private:
         }
     }
 
-    // The tensors of the program's attention node. owner: the layer stores its rows, else it reads another layer's.
+    // The tensors of the program's attention node. `owner` says that the layer stores its rows, and does not read
+    // another layer's.
     AttnBuild attention_of(Part & part, const LayerUse & use, const ggml_tensor * attention, bool owner) {
         Store &             store = *part.store;
         const LayerCodec &  codec = *store.cache().layout()->layer(use.il);
@@ -364,8 +366,8 @@ private:
         return b;
     }
 
-    // Gives memory to the nodes from `first` on, and inserts each of them into the program's graph: those that read
-    // keys or values where the program stores them, the others at its attention node.
+    // Gives memory to the nodes from `first` on, and inserts each of them into the program's graph. Nodes that read
+    // keys or values go where the program stores them, the others to its attention node.
     void insert(Part & part, const LayerUse & use, const AttnBuild & b, int first, int index) {
         n_reused_ = 0;
         for (int i = first; i < ggml_graph_n_nodes(made_); ++i) {
@@ -449,7 +451,7 @@ private:
                 const int64_t at          = i % n_rot;
                 ((float *) ones->data)[i] = (apart ? at < n_rot / 2 : at % 2 == 0) ? 1.0f : 0.0f;
             }
-            // stored keys are already scaled, as YaRN and similar methods do
+            // Stored keys are already scaled, as by YaRN and similar methods.
             const float   freq_scale = number(t, 6), ext_factor = number(t, 7);
             ggml_tensor * factors = t->src[2];
             if (factors && !ggml_backend_buffer_is_host(root_of(factors)->buffer)) {
@@ -514,7 +516,7 @@ private:
         tokens_.resize((size_t) part.n_tokens);
         const auto * cells = host<int64_t>(part.cells);
         const auto * pos   = part.positions ? host<int32_t>(part.positions) : nullptr;
-        const bool   three = pos && part.positions->ne[0] == 4 * part.n_tokens; // M-RoPE: time, height, width
+        const bool   three = pos && part.positions->ne[0] == 4 * part.n_tokens; // M-RoPE has time, height and width
         for (int64_t i = 0; i < part.n_tokens; ++i) {
             const int64_t n     = part.n_tokens;
             tokens_[(size_t) i] = { pos ? pos[i] : -1, cells[i],

@@ -193,7 +193,7 @@ const std::vector<TokenDesc> & KnownCells::enter(Cache & cache, const std::vecto
             }
             t.pos = std::max(t.pos, 0);
         }
-        // else it is read through its codes, as the tokens of a picture are
+        // Else it is read through its codes, as the tokens of a picture are.
         bool          exact = !t.in_picture && t.pos < MAX_POSITION;
         const int32_t seq   = sequence(cache, sight, i, previous, exact);
         if (exact) {
@@ -215,7 +215,7 @@ const std::vector<TokenDesc> & KnownCells::enter(Cache & cache, const std::vecto
         }
         tokens_[i] = { t.pos, 1, &seqs_[i], (int32_t) (t.cell / n_cells_ - stream0), cell, !exact };
     }
-    // of a sequence, the last token sees the most, and the first one has exact cells furthest back
+    // Of a sequence's tokens, the last one sees the most, and the first one has exact cells furthest back.
     std::vector<int32_t> first(held_.size(), MAX_POSITION);
     for (size_t i = 0; i < own.size(); ++i) {
         int32_t & pos = first[(size_t) seqs_[i]];
@@ -238,7 +238,7 @@ std::vector<KnownCells::Adopted> KnownCells::adopt(Cache & cache, const std::vec
     const Sight          sight{ tokens, mask };
     std::vector<Adopted> adopted(ranges.size(), Adopted{ -1, 0, 0 });
 
-    // the sequences that this graph continues are not unused
+    // The sequences that this graph continues are not unused.
     ++n_graphs_;
     for (size_t i = 0; n_stream_ == 1 && i < tokens.size(); ++i) {
         for (int32_t seq = 0; seq < (int32_t) held_.size(); ++seq) {

@@ -23,7 +23,7 @@ class Cache;
 
 namespace subkv::plugin {
 
-// A token of a graph; cell: stream * n_cells + cell. pos < 0: the graph has no positions.
+// A token of a graph, whose cell is stream * n_cells + cell. If pos < 0, the graph has no positions.
 struct GraphToken {
     int32_t pos;
     int64_t cell;
@@ -44,13 +44,13 @@ public:
     bool    shared(int32_t, int32_t) const override { return false; } // one owner each
     int32_t max_pos_outside(int32_t seq, int32_t p0, int32_t p1) const override;
 
-    // Gives the tokens of a graph their sequences; removes from the window of `cache` what they show to be removed.
-    // mask: as in AttnBuild. The result is valid until the next call.
+    // Gives the tokens of a graph their sequences, and removes from the window of `cache` what they show to be removed.
+    // `mask` is as in AttnBuild. The result is valid until the next call.
     const std::vector<TokenDesc> & enter(Cache & cache, const std::vector<GraphToken> & tokens,
                                          const ggml_tensor * mask);
-    // Ranges of cells that states have set, ascending. Those that a token of the graph sees are its sequence's last ones,
-    // in order, up to the last cell that it sees; if it does not see all of these, their positions stay unknown. Returns
-    // for each range how many of its cells these are, their sequence and the first one's position.
+    // Ranges of cells that states have set, in ascending order. Those that a token of the graph sees are its sequence's
+    // last ones, in order, up to the last cell that it sees. If it does not see all of these, their positions stay
+    // unknown. Returns for each range how many of its cells these are, their sequence and the first one's position.
     struct Range {
         int64_t first, n;
     };
@@ -62,23 +62,23 @@ public:
 
     std::vector<Adopted> adopt(Cache & cache, const std::vector<Range> & ranges, const std::vector<GraphToken> & tokens,
                                const ggml_tensor * mask);
-    // by [n_stream * n_cells]: how far each cell's position moves. The window of `cache` moves, too.
+    // `by` [n_stream * n_cells] tells how far each cell's position moves. The window of `cache` moves, too.
     void shift(Cache & cache, const int32_t * by);
     // Stream dst becomes a copy of src.
     void copy_stream(Cache & cache, int32_t src, int32_t dst);
-    // Cells whose rows were set from outside: their positions are unknown.
+    // Notes that the rows of cells were set from outside, so that their positions are unknown.
     void forget(int64_t first, int64_t n);
     void clear();
 
-    // The window's slot of a cell's row may be that of (sequence, position); -1: none
+    // The window's slot of a cell's row may be that of (sequence, position), or -1 if there is none
     std::pair<int32_t, int32_t> holder(int64_t cell) const {
         return { cells_[(size_t) cell].seq, cells_[(size_t) cell].pos };
     }
 
 private:
     struct Cell {
-        int32_t  pos   = -1; // MAX_POSITION: unknown
-        int32_t  seq   = -1; // one of the sequences that hold it; -1: none
+        int32_t  pos   = -1; // MAX_POSITION if it is unknown
+        int32_t  seq   = -1; // one of the sequences that hold it, or -1 if there is none
         uint64_t graph = 0;  // that has written it
     };
 
@@ -88,9 +88,9 @@ private:
 
     // Is this the sequence whose last cell the token sees, one position before its own?
     bool continues(const Sight & sight, size_t token, int32_t seq) const;
-    // A token's sequence; exact: it may have a row in the window.
+    // Returns a token's sequence, and sets `exact` if it may have a row in the window.
     int32_t sequence(Cache & cache, const Sight & sight, size_t token, int32_t previous, bool & exact);
-    int32_t unused(Cache & cache); // the sequence that was used longest ago, now empty; -1: this graph uses all
+    int32_t unused(Cache & cache); // the sequence that was used longest ago, now empty, or -1 if this graph uses all
     void    remove(Cache & cache, int32_t seq, int32_t p0, int32_t p1);
     void    check_held(const Cache & cache, const Sight & sight, size_t token, int32_t past);
     int64_t first_cell(int32_t seq) const { return (int64_t) stream_of(seq) * n_cells_; }
@@ -102,7 +102,7 @@ private:
 
     std::vector<Cell>      cells_; // [n_stream * n_cells]
     std::vector<Positions> held_;  // by sequence
-    std::vector<uint64_t>  used_;  // by sequence: the graph that used it last
+    std::vector<uint64_t>  used_;  // by sequence, the graph that used it last
     uint64_t               n_graphs_ = 0;
     std::vector<TokenDesc> tokens_;
     std::vector<int32_t>   seqs_; // of tokens_

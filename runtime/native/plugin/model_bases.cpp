@@ -29,7 +29,7 @@ bool names_file(const std::string & value) {
 
 // What SUBKV and the cache folder have, read once per process.
 struct Known {
-    StoredBases              named{};   // path "": none
+    StoredBases              named{};   // none if its path is ""
     std::string              named_why; // it cannot be read
     std::vector<StoredBases> stored;
     std::string              stored_why; // the cache folder cannot be read
@@ -66,7 +66,7 @@ private:
     }
 };
 
-// As model_weights; "": some weight cannot be read.
+// As model_weights, but returns "" if some weight cannot be read.
 std::string digest_of(const GraphWeights & weights, const StoredBases & bases) {
     WeightsDigest digest;
     for (const auto & name : WeightsDigest::names(bases.first_layer(), bases.last_layer())) {
@@ -104,7 +104,7 @@ bool has_gaps(const std::function<bool(int32_t il)> & has_layer) {
     return false;
 }
 
-// The model that the value of SUBKV belongs to: its digest for those bases.
+// The digest of the model that the value of SUBKV belongs to, for those bases.
 std::mutex  owner_mutex;
 std::string owner;
 
@@ -176,7 +176,7 @@ std::optional<CacheChoice> find_model_bases(const GraphWeights & weights, Seen s
     const std::string value = setting();
     const Known &     known = Known::get();
 
-    // a model's derivable layers, and those of some files, include the sliding ones, which stay f16
+    // A model's derivable layers, and those of some files, include the sliding ones, which stay f16.
     const auto fits = [&](const StoredBases & bases) {
         const auto & all = bases.layers;
         return !all.empty() && (seen == Seen::ALL ? std::any_of(all.begin(), all.end(), has_layer) :

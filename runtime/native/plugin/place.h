@@ -15,12 +15,13 @@ class Place {
 public:
     virtual ~Place() = default;
 
-    // Address space, whose pages have no memory until they are opened; nullptr: none.
+    // Address space, whose pages have no memory until they are opened, or nullptr if there is none.
     virtual uint8_t * reserve(size_t size)                 = 0;
     virtual void      release(uint8_t * base, size_t size) = 0;
     virtual size_t    page() const                         = 0;
-    virtual bool      open(uint8_t * first, size_t size)   = 0; // whole pages, which may be open; false: no memory
-    virtual void      close(uint8_t * first, size_t size)  = 0; // gives their memory back
+    // opens whole pages, which may be open; false if there is no memory
+    virtual bool open(uint8_t * first, size_t size)  = 0;
+    virtual void close(uint8_t * first, size_t size) = 0; // gives their memory back
 
     // Bytes of open pages.
     virtual void fill(void * at, uint8_t value, size_t n)          = 0;
@@ -31,12 +32,12 @@ public:
     virtual ggml_backend_buffer_type_t codes() const   = 0; // for codes and windows
     virtual ggml_backend_buffer_type_t results() const = 0; // for results of nodes
 
-    // The host's copy of a graph's input; nullptr: there is none.
+    // The host's copy of a graph's input, or nullptr if there is none.
     virtual const void * input(const ggml_tensor * t) const = 0;
     // The host's memory for an input of the engine's nodes, which write() then takes to the input's data.
     virtual void * stage(ggml_tensor * t) = 0;
 
-    // Computes nodes of the engine, and those of `graph` around them. uid: a number of these nodes.
+    // Computes nodes of the engine, and those of `graph` around them. `uid` is a number of these nodes.
     virtual ggml_status run(ggml_backend_t backend, const ggml_cgraph * graph, ggml_cgraph * nodes, uint64_t uid) = 0;
     // The same for nodes that rotate keys, which the CPU computes.
     virtual ggml_status rotate(ggml_backend_t backend, ggml_cgraph * nodes) = 0;

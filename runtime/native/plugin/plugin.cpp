@@ -78,7 +78,7 @@ bool is_ours(const ggml_tensor * t) {
 }
 
 bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
-    static std::atomic<bool> used{ false }; // it has a tensor: from a context's first graph on
+    static std::atomic<bool> used{ false }; // it has a tensor, which it gets with a context's first graph
     bool                     ours = is_ours(op), asks = false;
     for (const ggml_tensor * src : op->src) {
         ours = ours || (src && is_ours(src));
@@ -144,7 +144,7 @@ void set_abort_callback(ggml_backend_t backend, ggml_abort_callback callback, vo
     }
 }
 
-// Types for weights after our own: the CPU's that repack, then its ordinary one.
+// The types for weights after our own, which are the CPU's that repack, and then its ordinary one.
 ggml_backend_buffer_type_t * extra_bufts(ggml_backend_dev_t) {
     static std::vector<ggml_backend_buffer_type_t> types = [] {
         std::vector<ggml_backend_buffer_type_t> all;
@@ -197,7 +197,7 @@ bool is_patched() {
     return found;
 }
 
-// Why this process cannot have the device; "": it can. caller: an address in its ggml.
+// Why this process cannot have the device, or "" if it can. `caller` is an address in its ggml.
 std::string refusal(const void * caller) {
     if (is_patched()) {
         return "this program's llama.cpp has the coefficient cache already; unset GGML_BACKEND_PATH";

@@ -33,15 +33,15 @@ ggml_backend_buffer_type_t buffer_type(); // of the only device
 ggml_backend_dev_t         device();
 ggml_backend_dev_t         cpu_device();
 
-// ggml's numbers of operations: they differ between versions.
+// ggml's numbers of operations, which differ between versions.
 struct GgmlOps {
     ggml_op view, reshape, permute, transpose, cpy, cont, set_rows, rope, flash_attn_ext, custom;
 };
 
 const GgmlOps & ggml_ops(); // after misfit()
 
-// Binds ggml (ggml_calls.h), and compares its structures and functions with those that the plug-in knows. "": they fit;
-// else the end of a sentence about the ggml.
+// Binds ggml (ggml_calls.h), and compares its structures and functions with those that the plug-in knows. Returns "" if
+// they fit, and else the end of a sentence about the ggml.
 std::string misfit(const void * caller);
 
 inline const ggml_tensor * root_of(const ggml_tensor * t) {
@@ -52,53 +52,56 @@ inline const ggml_tensor * root_of(const ggml_tensor * t) {
 class GraphWeights {
 public:
     void                add(const ggml_tensor * node);
-    const ggml_tensor * find(const std::string & name) const; // nullptr: none
+    const ggml_tensor * find(const std::string & name) const; // nullptr if there is none
 
 private:
     std::map<std::string, const ggml_tensor *> found_;
     std::unordered_set<const ggml_tensor *>    seen_;
 };
 
-// What a graph has been seen of when bases are looked up: a part, as llama.cpp plans it, or all of it. Then other caches
-// in it are known: a model with sliding windows has one of them for the sliding layers, with fewer cells.
+// How much of a graph has been seen when bases are looked up, which is a part, as llama.cpp plans it, or all of it. In
+// all of it other caches are known, and a model with sliding windows has one for the sliding layers, with fewer cells.
 enum class Seen { PART, ALL_OF_SLIDING, ALL };
 
-// The bases that SUBKV requests for a cache of the model with these weights. has_layer: does the cache have its rows? The
-// first model owns the file that SUBKV names; others have those of the cache folder. nullopt: only the whole graph can
-// tell. Throws Invalid if SUBKV requires bases of this model (then the choice is not automatic) and there are none.
+// The bases that SUBKV requests for a cache of the model with these weights. has_layer tells whether the cache has a
+// layer's rows. The first model owns the file that SUBKV names, and others have those of the cache folder. Returns
+// nullopt if only the whole graph can tell. Throws Invalid if SUBKV requires bases of this model (then the choice is
+// not automatic) and there are none.
 std::optional<CacheChoice> find_model_bases(const GraphWeights & weights, Seen seen,
                                             const std::function<bool(int32_t il)> & has_layer);
 
-// true: SUBKV requests no coded cache
+// Returns true if SUBKV requests no coded cache
 bool is_off();
 
 // Does some sidecar identify its model by this weight? Then it has to stay as it is in the file.
 bool identifies_model(const char * weight);
 
-// A cache tensor of llama.cpp: F16 [row, n_cells, n_stream].
+// A cache tensor of llama.cpp, which is F16 [row, n_cells, n_stream].
 struct CacheTensor {
     int32_t il;
     bool    value;
 };
 
-// A layer's attention in a graph. Numbers are indices of nodes, -1: none.
+// A layer's attention in a graph. Numbers are indices of nodes, or -1 if there is no such node.
 struct LayerUse {
-    int32_t          il;    // of the tensors
-    int              set_k; // SET_ROWS
-    int              set_v;
-    std::vector<int> attends; // FLASH_ATTN_EXT; all but the first are of layers that read this layer's rows
+    int32_t il;    // of the tensors
+    int     set_k; // SET_ROWS
+    int     set_v;
+    // the nodes FLASH_ATTN_EXT, of which all but the first are of layers that read this layer's rows
+    std::vector<int> attends;
 };
 
 // How a graph uses the tensors of a buffer.
 struct GraphUse {
     std::vector<LayerUse> layers;  // in the order of their first node
-    std::vector<int>      rotates; // ROPE of the keys of all cells, in place: a shift
-    std::string           unknown; // why the tensors cannot be coded; "": they can
+    std::vector<int>      rotates; // the nodes ROPE of a shift, on the keys of all cells, in place
+    std::string           unknown; // why the tensors cannot be coded, or "" if they can
 };
 
-// The K/V cache tensors of a buffer: of one cache of llama.cpp. The buffer is reserved address space, as large as an
-// f16 cache. The first graph that llama.cpp plans for a new context decides whether the cache is coded: codes have memory
-// of their own, and then no program can read or write the reserved pages, so that they never take memory.
+// The K/V cache tensors of a buffer, which belong to one cache of llama.cpp. The buffer is reserved address space, as
+// large as an f16 cache. The first graph that llama.cpp plans for a new context decides whether the cache is coded.
+// Codes have memory of their own, and then no program can read or write the reserved pages, so that they never take
+// memory.
 class Store {
 public:
     Store(uint8_t * base, size_t size); // address space, without memory
@@ -109,41 +112,42 @@ public:
     static bool is_any_undecided(); // of this process
 
     uint8_t * base() const { return base_; }
-    bool      add(const ggml_tensor * t); // false: no memory for a tensor that is not the K or V of a cache
+    bool      add(const ggml_tensor * t); // false if no memory for a tensor that is not the K or V of a cache
     void      clear(uint8_t value);
 
-    const CacheTensor * find(const ggml_tensor * root) const; // nullptr: another tensor
+    const CacheTensor * find(const ggml_tensor * root) const; // nullptr for another tensor
 
-    // While llama.cpp plans a graph of a new context; node: a SET_ROWS. Throws Invalid if the user requires bases of
-    // another model.
+    // Called while llama.cpp plans a graph of a new context, for a node SET_ROWS. Throws Invalid if the user requires
+    // bases of another model.
     void check(const ggml_tensor * node);
-    // When the first graph is planned, or computes. full: of the graph's caches, this one is not for sliding layers.
-    // Throws Invalid if a coded cache is required and cannot be, or if memory is short.
+    // Called when the first graph is planned, or computes. `full` says that of the graph's caches this one is not for
+    // sliding layers. Throws Invalid if a coded cache is required and cannot be, or if memory is short.
     void decide(ggml_cgraph * graph, const GraphUse & use, bool full);
-    // Before the first graph computes: says which cache this is. A use that only computing graphs show (an evaluation
-    // callback) makes it an ordinary one, unless a coded cache is required.
+    // Called before the first graph computes, which shows which cache this is. A use that only computing graphs show
+    // (an evaluation callback) makes it an ordinary one, unless a coded cache is required.
     void begin(const GraphUse & use);
     // llama.cpp creates the cache of sliding layers after the other one, with fewer cells or with as many.
     std::pair<int64_t, int64_t> cells_and_age() const { return { tensors_.begin()->first->ne[1], -number_ }; }
     bool                        is_decided() const { return decided_; }
     bool                        is_coded() const { return cache_ != nullptr; }
 
-    // of a coded cache
+    // The following are for a coded cache.
     bool          codes(int32_t il) const { return rows_.count(il) != 0; }
     Cache &       cache() const { return *cache_; }
     KnownCells &  cells() const { return *cells_; }
     ggml_tensor * rows(int32_t il, bool value) const; // I8 [row_bytes, n_cells, n_stream]
     // The exact rows of restored cells go to the window, as soon as tokens show the positions.
     void adopt_restored(const std::vector<GraphToken> & tokens, const ggml_tensor * mask);
-    // Before cells move: restored ones are read through their codes, which rotate.
+    // Called before cells move, because restored ones are then read through their codes, which rotate.
     void forget_restored() { restored_.clear(); }
-    // Distances by which cells have moved whose keys are not all rotated yet; empty: none.
+    // Distances by which cells have moved whose keys are not all rotated yet, or empty if there is none.
     std::vector<int32_t> & shifting() { return shifting_; }
 
     // Bytes of a tensor as llama.cpp sees them.
     void get(const ggml_tensor * t, void * data, size_t offset, size_t size) const;
     void set(ggml_tensor * t, const void * data, size_t offset, size_t size);
-    bool copy(const ggml_tensor * src, const Store * from, ggml_tensor * dst); // false: not a stream to another one
+    // false if it is not a copy of a stream to another one
+    bool copy(const ggml_tensor * src, const Store * from, ggml_tensor * dst);
 
 private:
     // Rows [first, first + n) of a tensor.
@@ -156,19 +160,19 @@ private:
     // Rows that a state has set, until their positions are known.
     struct Restored {
         int64_t n;
-        // by (il, value): the first rows, and the last ones
+        // The first and the last rows, by (il, value).
         std::map<std::pair<int32_t, bool>, std::pair<std::vector<uint16_t>, std::vector<uint16_t>>> rows;
     };
 
-    bool open(); // gives memory to all pages; false: there is none
+    bool open(); // gives memory to all pages, and returns false if there is none
     void decided();
     void stay_ordinary(const std::string & why);
-    bool find_bases(Seen seen); // as find_model_bases; false: unknown yet
+    bool find_bases(Seen seen); // as find_model_bases; false if they are not known yet
     Part part(const ggml_tensor * t, size_t offset, size_t size) const;
     void set_rows(const Part & part, const uint16_t * rows);
     void code(ggml_cgraph * graph, const GraphUse & use);
     void uncode();       // as before code()
-    void protect_rows(); // f16 rows whose layers are coded; opens those of the others
+    void protect_rows(); // protects the f16 rows of coded layers, and opens those of the others
     void report() const;
 
     uint8_t *                                  base_;
@@ -196,11 +200,11 @@ private:
 
 constexpr size_t ALIGNMENT = 128;
 
-// A buffer for the K/V tensors of a cache; nullptr: no address space.
+// A buffer for the K/V tensors of a cache, or nullptr if there is no address space.
 ggml_backend_buffer_t new_store(ggml_backend_buffer_type_t type, size_t size);
-// nullptr: the tensor is not in such a buffer
+// Returns nullptr if the tensor is not in such a buffer.
 Store * buffer_of(const ggml_tensor * t);
-// nullptr: as well if it is no cache tensor
+// Returns nullptr if the tensor is not in such a buffer, or is no cache tensor.
 Store * store_of(const ggml_tensor * t, CacheTensor * which = nullptr);
 
 // What a backend keeps between graphs.
@@ -214,7 +218,7 @@ struct Context {
     ~Context();
 };
 
-// While llama.cpp plans graphs: decides about caches. Throws Invalid, which ends the creation of the context.
+// Decides about caches while llama.cpp plans graphs. Throws Invalid, which ends the creation of the context.
 void        plan(ggml_cgraph * graph);
 ggml_status compute(Context & context, ggml_cgraph * graph);
 

@@ -56,7 +56,7 @@ using Stamp = std::tuple<uintmax_t, fs::file_time_type>;
 
 std::vector<StoredBases> process_models() {
     static std::mutex                                           mutex;
-    static std::map<std::string, std::pair<Stamp, StoredBases>> known; // layers empty: no model
+    static std::map<std::string, std::pair<Stamp, StoredBases>> known; // without layers if the file is no model
     const std::lock_guard<std::mutex>                           lock(mutex);
     for (const std::string & path : paths()) {
         std::error_code error;

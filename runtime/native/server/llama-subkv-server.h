@@ -19,12 +19,12 @@ struct slot_view {
     llama_context *     ctx;
     llama_context *     draft; // of a draft model, or nullptr
     server_prompt *     prompt;
-    const server_task * task; // the slot's request, or its last one; nullptr: none
+    const server_task * task; // the slot's request, or its last one, or nullptr if there is none
     int64_t             t_last_used;
     bool                is_processing;
     bool                has_lora;
 
-    std::function<bool(server_prompt_cache &)> save;  // stores a copy of its prompt in memory; false: it does not fit
+    std::function<bool(server_prompt_cache &)> save;  // stores a copy of its prompt in memory; false if it does not fit
     std::function<void()>                      clear; // removes its prompt
     std::function<void(llama_pos)>             cut;   // removes its cells from this position on
 };

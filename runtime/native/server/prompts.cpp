@@ -40,7 +40,7 @@ struct Copies {
     std::map<int, llama_tokens> tokens; // of a slot's prompt when it was last stored or restored
     double                      pace = FIRST_PACE;
     double                      paid = 0; // evaluation time that earlier copies have used up
-    double                      wake = 0; // on the clock of now(); 0: nothing is to be stored
+    double                      wake = 0; // on the clock of now(), or 0 if nothing is to be stored
 };
 
 Copies copies;

@@ -362,7 +362,7 @@ std::vector<Region> chain(const uint8_t * state, size_t size, uint64_t offset, u
 // follow the number: column and row of a picture, token.
 constexpr uint64_t CELL = 12, LONG_CELL = 24;
 
-// The order of n cells by position, in a picture by row and column. false: no cells of one sequence.
+// The order of n cells by position, in a picture by row and column. Returns false if there is no cells of one sequence.
 bool read_cells(const uint8_t * cells, uint64_t n, uint64_t cell, std::vector<Run> & order) {
     struct Place {
         int32_t  pos, y, x;

@@ -175,7 +175,7 @@ bool PrefixIndex::learn(const std::string & name, uint64_t size, StoredHeads & l
     return false;
 }
 
-// false: the file is still there.
+// Returns false if the file is still there.
 bool PrefixIndex::remove(const std::string & file) {
     try {
         folder.remove(file);
@@ -440,7 +440,7 @@ public:
         }
     }
 
-    // false: the file is still there.
+    // Returns false if the file is still there.
     bool gone(const std::string & file) {
         const auto it = files.find(file);
         if (it == files.end()) {

@@ -37,7 +37,7 @@ double since(Clock::time_point start) {
     return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// true: the process has no memory or no files left, now.
+// Returns true if the process has no memory or no files left, now.
 bool is_shortage(const std::exception & error) {
     const auto * of_system = dynamic_cast<const std::system_error *>(&error);
     if (!of_system) {

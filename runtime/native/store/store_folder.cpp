@@ -180,7 +180,7 @@ void write_all(int file, const std::vector<Bytes> & pieces, const std::string & 
     write_together();
 }
 
-// Reads the next bytes of a file into several parts, small ones together. false: the file ends before.
+// Reads the next bytes of a file into several parts, small ones together. Returns false if the file ends before.
 class PartReader {
 public:
     PartReader(int file, uint64_t size, const std::string & path) : file(file), left(size), path(path) {}
@@ -213,7 +213,7 @@ public:
     }
 
 private:
-    size_t next(uint8_t * to, size_t size) { // 0: the file was truncated meanwhile
+    size_t next(uint8_t * to, size_t size) { // 0 if the file was truncated meanwhile
         int64_t n = -1;
         do {
             n = read_some(file, to, std::min(size, MAX_CALL));

@@ -10,7 +10,7 @@ using namespace subkv;
          value ? "values" : "keys");
 }
 
-// nullptr: the context's bases are static.
+// Returns nullptr if the context's bases are static.
 static const ChunkedBases * chunks_of(const Cache & cache) {
     const auto * source = dynamic_cast<const AdaptiveSource *>(&cache.bases());
     return source ? &source->chunks() : nullptr;
@@ -35,7 +35,7 @@ int64_t subkv_get_sketch_rows(llama_context * ctx, int32_t il, int32_t head_kv, 
                               int64_t n_out) {
     return guarded<int64_t>("context", -1, [&] {
         const Cache & cache = coding(ctx, il, head_kv, seq);
-        // a sequence that adapts has the stream of its number (ChunkedBases::check)
+        // A sequence that adapts has the stream of its number (ChunkedBases::check).
         const ChunkedBases * chunks = chunks_of(cache);
         const ChunkUnit *    unit   = chunks ? chunks->layer(il)->unit((uint32_t) seq, head_kv, value) : nullptr;
         if (!unit) {

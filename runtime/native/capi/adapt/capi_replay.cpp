@@ -18,8 +18,8 @@ static std::vector<int64_t> cells_from(int64_t first, int64_t n) {
     return cells;
 }
 
-// Keys or values of one KV head, positions from 0 on. Positions below n_sink use the static basis and do not reach the
-// adapter. Cells are in the order of positions; a merge updates the chunk of every row.
+// Keys or values of one KV head, from position 0 on. Positions below n_sink use the static basis and do not reach the
+// adapter. Cells are in the order of positions, and a merge updates the chunk of every row.
 struct subkv_adapt {
     subkv_adapt(std::shared_ptr<const Layout> layout, int32_t il, int32_t head, bool value,
                 const AdaptParams & params) :
@@ -77,8 +77,8 @@ struct subkv_adapt {
         pending.erase(pending.begin(), pending.begin() + n * d);
     }
 
-    // x [size][d] as in read_rows, chunk_of, rho [size] of all rows so far; nullptr: skip. Pending rows use the current
-    // basis.
+    // Reads x [size][d] as in read_rows, and chunk_of and rho [size] of all rows so far, except those that are nullptr.
+    // Pending rows use the current basis.
     void read(float * x, int32_t * chunk_of, float * rho_of) {
         const int64_t        d = codec.d, n = size(), n_pending = pending_size();
         const auto           n_coded = (int64_t) slot.size();
@@ -100,7 +100,8 @@ struct subkv_adapt {
         }
     }
 
-    // The coder's state and position: next position, number of pending rows, these rows, Adapter::save.
+    // The coder's state and position, which are the next position, the number of pending rows, these rows, and
+    // Adapter::save.
     std::vector<uint8_t> save() const {
         const int64_t        at[2] = { origin + (int64_t) slot.size(), pending_size() };
         const size_t         n     = pending.size() * sizeof(float);
@@ -158,7 +159,7 @@ std::unique_ptr<subkv_adapt> make(const subkv_layout * layout, const subkv_adapt
     return std::make_unique<subkv_adapt>(layout->p, il, head_kv, value, Adapter::checked(*params, codec.rank));
 }
 
-// Adapter::query or ::lift of a chunk in use.
+// Calls Adapter::query or ::lift of a chunk in use.
 bool with_chunk(const subkv_adapt * adapt, void (Adapter::*turn)(int32_t, const float *, float *) const, int32_t slot,
                 const float * x, float * out) {
     return guarded("adapt", [&] {
