@@ -31,6 +31,15 @@ class Shape:
     blind: bool = False  # the mask hides all cells of the last tile
 
 
+def _sides(name: str, alike: bool) -> list[layers.Side]:
+    """Keys and values of a layer. alike: with bases that are identities."""
+    if name in layers.LATENT:
+        return list(layers.Side.latent(name, 5))
+    bands = (layers.LAYERS | layers.WIDE_HEADS)[name]
+    size = max(map(layers.head_size, bands))
+    return [layers.Side.make(b, size, 5 + i, alike, value=i == 1) for i, b in enumerate(bands)]
+
+
 class Call:
     """Inputs of attend for a shape: the first and the newest cells are exact, some are masked."""
 
@@ -48,29 +57,41 @@ class Call:
         """
         self.library = library
         self.latent = name in layers.LATENT
-        self.rng = rng = np.random.default_rng(shape.n_kv)
+        self.rng = np.random.default_rng(shape.n_kv)
         self.shape = s = shape
         alike = codes is not None
-        if self.latent:
-            self.sides = list(layers.Side.latent(name, 5))
-        else:
-            bands = (layers.LAYERS | layers.WIDE_HEADS)[name]
-            size = max(map(layers.head_size, bands))
-            self.sides = [layers.Side.make(b, size, 5 + i, alike, value=i == 1) for i, b in enumerate(bands)]
+        self.sides = _sides(name, alike)
         d = self.sides[0].d
         few = shape.n_tps <= c.DECODE_TOKENS and shape.group <= c.DECODE_GROUP
         self.decodes = few and d <= c.DECODE_HEAD and not self.latent
-        self.memory = memory = library.memory()
-        self.heads = c.Heads(library, memory, self.sides[0], self.sides[1], s.group, s.means, change is not None)
+        self.memory = library.memory()
+        self.heads = c.Heads(library, self.memory, self.sides[0], self.sides[1], s.group, s.means, change is not None)
         self.heads.layer.latent = self.latent
         self.n_head, self.n_tok = len(self.sides[0].heads), s.n_stream * s.n_tps
-        stored = self.sides[:1] if self.latent else self.sides
-        self.rows = [np.stack([side.random_rows(s.n_kv, rng, 3) for _ in range(s.n_stream)]) for side in stored]
-        self.q = rng.standard_normal((self.n_tok, self.n_head * s.group, d)).astype(np.float32)
-        if alike:
+        self._make_rows(codes)
+        self._make_mask()
+        if change:
+            change(self)
+        self.heads.layer.scale = np.float32(1 / 127 / d if alike else 4 / np.sqrt(d) / 3)
+        self.heads.layer.softcap = s.softcap
+        self._copy()
+
+    def _stored(self) -> list[layers.Side]:
+        return self.sides[:1] if self.latent else self.sides
+
+    def _make_rows(self, codes: int | None) -> None:
+        """Codes of all cells, and queries."""
+        s, rng = self.shape, self.rng
+        self.rows = [np.stack([side.random_rows(s.n_kv, rng, 3) for _ in range(s.n_stream)]) for side in self._stored()]
+        self.q = rng.standard_normal((self.n_tok, self.n_head * s.group, self.sides[0].d)).astype(np.float32)
+        if codes is not None:
             for rows in self.rows:
                 rows[:], rows[:, :, 0] = codes, o.SCALE_ONE
             self.q[:] = 1
+
+    def _make_mask(self) -> None:
+        """Positions of cells and tokens, and which cells a token sees."""
+        s, rng = self.shape, self.rng
         self.cell_pos = np.stack([rng.permutation(s.n_kv) for _ in range(s.n_stream)]).astype(np.int32)
         self.pos = np.tile(np.arange(s.n_kv - s.n_tps, s.n_kv), s.n_stream)
         self.places = self.cell_pos.copy()
@@ -88,15 +109,17 @@ class Call:
         self.tokens[:, 0] = np.where(in_picture, -1, self.pos)
         if s.picture:
             self.cell_pos[self.places >= s.n_kv - (s.n_tps + 1) // 2] = NO_POSITION
-        if change:
-            change(self)
-        self.heads.layer.scale = np.float32(1 / 127 / d if alike else 4 / np.sqrt(d) / 3)
-        self.heads.layer.softcap = s.softcap
-        split = -(-s.n_kv // s.n_split // o.TILE) * o.TILE
+
+    def _copy(self) -> None:
+        """Copies the inputs to the device."""
+        s, memory = self.shape, self.memory
         n_rows = self.n_head * self.n_tok * s.group
+        split = -(-s.n_kv // s.n_split // o.TILE) * o.TILE
         partial = s.n_split * n_rows
         layer = self.heads.layer
-        tiles = [np.stack([side.to_tiles(r) for r in rows]) for side, rows in zip(stored, self.rows, strict=True)]
+        tiles = [
+            np.stack([side.to_tiles(r) for r in rows]) for side, rows in zip(self._stored(), self.rows, strict=True)
+        ]
         self.tiles = [memory.put(of) for of in tiles]
         m, self.m = memory.put(np.full(partial, np.nan, np.float32))
         z, self.z = memory.put(np.full(partial, np.nan, np.float32))
@@ -104,15 +127,15 @@ class Call:
         self.args = c.Attend(
             layer=layer,
             q=memory.put(self.q)[0],
-            q_head=d,
-            q_token=self.n_head * s.group * d,
+            q_head=self.sides[0].d,
+            q_token=self.n_head * s.group * self.sides[0].d,
             k_tiles=self.tiles[0][0],
             v_tiles=self.tiles[-1][0],
             k_stride=tiles[0].shape[2],
             v_stride=tiles[-1].shape[2],
             k_stream=tiles[0][0].size,
             v_stream=tiles[-1][0].size,
-            mask=memory.put(mask if s.mask_half else mask.astype(np.float32))[0],
+            mask=memory.put(self.mask if s.mask_half else self.mask.astype(np.float32))[0],
             mask_half=s.mask_half,
             cell_pos=memory.put(self.cell_pos)[0],
             tokens=memory.put(self.tokens)[0],
@@ -128,7 +151,7 @@ class Call:
             acc=acc,
             qt=memory.put(np.zeros((n_rows, layer.width_k), np.float32))[0],
             shift=memory.put(np.zeros(n_rows, np.float32))[0],
-            words=memory.put(np.zeros((n_rows // s.group, library.query_words(layer)), np.uint32))[0],
+            words=memory.put(np.zeros((n_rows // s.group, self.library.query_words(layer)), np.uint32))[0],
         )
 
     def coded_bias(self, stream: int) -> o.F32:

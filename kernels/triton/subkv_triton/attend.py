@@ -198,6 +198,14 @@ def _load_bias(bias, token, live, first, end, n_cells, C: tl.constexpr):
 
 
 @triton.jit
+def _empty_state(M: tl.constexpr, R: tl.constexpr):
+    """Softmax state before the first cell: m and z [M], sums of coded and of 16-bit bands [M, R]."""
+    m = tl.full((M,), float("-inf"), tl.float32)
+    z = tl.zeros((M,), tl.float32)
+    return m, z, tl.zeros((M, R), tl.float32), tl.zeros((M, R), tl.float32)
+
+
+@triton.jit
 def _store(m_ptr, z_ptr, acc_ptr, out, at, live, m, z, acc, j, R: tl.constexpr):
     m = tl.where((z != z) & (m == float("-inf")), 0.0, m)  # a lost row is not one without visible cells
     tl.store(m_ptr + out + at, m, mask=live)
@@ -263,10 +271,7 @@ def _attend(
         shift = tl.load(shift_ptr + first_row + at, mask=live, other=0.0)
     slope = tl.load(slope_ptr + head * G + group)
 
-    m = tl.full((M,), float("-inf"), tl.float32)
-    z = tl.zeros((M,), tl.float32)
-    acc = tl.zeros((M, RV), tl.float32)
-    acc_half = tl.zeros((M, RV), tl.float32)
+    m, z, acc, acc_half = _empty_state(M, RV)
     k_head = k_rows_ptr + stream * k_stream + tl.load(k_offsets + head)
     v_head = v_rows_ptr + stream * v_stream + tl.load(v_offsets + head)
     end = tl.minimum(n_cells, (part + 1) * split)
@@ -302,6 +307,22 @@ def default_splits(n_programs: int, n_cells: int, device: torch.device) -> int:
     return max(1, min(n_parts, 64, triton.cdiv(n_cells, 256)))
 
 
+def _check_shapes(
+    k: Codecs, v: Codecs, k_rows: torch.Tensor, v_rows: torch.Tensor, qt: torch.Tensor, bias: torch.Tensor
+) -> None:
+    _, _, n_head, _, width = qt.shape
+    n_cells = min(k_rows.shape[1], v_rows.shape[1])
+    if width != k.width or n_head != k.n_head or n_head != v.n_head:
+        raise ValueError(
+            f"qt: {k.n_head} KV heads of {k.width} coefficients expected, {n_head} of {width} found (V has {v.n_head})"
+        )
+    if bias.shape[2] > n_cells or bias.shape[:2] != qt.shape[:2]:
+        raise ValueError(
+            f"bias: [n_stream, n_tok] {tuple(qt.shape[:2])} of at most {n_cells} cells expected, "
+            f"{tuple(bias.shape)} found"
+        )
+
+
 def attend(
     k: Codecs,
     v: Codecs,
@@ -323,17 +344,9 @@ def attend(
     n_split: splits of the cells (None: chosen for the device). All tensors are contiguous and on one device. Raises
     ValueError if shapes disagree.
     """
-    n_stream, n_tok, n_head, group, width = qt.shape
+    n_stream, n_tok, n_head, group, _ = qt.shape
     n_cells = bias.shape[2]
-    if width != k.width or n_head != k.n_head or n_head != v.n_head:
-        raise ValueError(
-            f"qt: {k.n_head} KV heads of {k.width} coefficients expected, {n_head} of {width} found (V has {v.n_head})"
-        )
-    if k_rows.shape[1] < n_cells or v_rows.shape[1] < n_cells or bias.shape[:2] != qt.shape[:2]:
-        raise ValueError(
-            f"bias: [n_stream, n_tok] {tuple(qt.shape[:2])} of at most {min(k_rows.shape[1], v_rows.shape[1])} cells "
-            f"expected, {tuple(bias.shape)} found"
-        )
+    _check_shapes(k, v, k_rows, v_rows, qt, bias)
     shapes = shapes_on(qt.device, max(k.width, v.width), k.any_half or v.any_half)
     shape = shapes.decode if n_tok * group <= shapes.decode.rows else shapes.prompt
     n_blocks = triton.cdiv(n_tok * group, shape.rows)

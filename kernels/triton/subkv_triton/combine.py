@@ -41,6 +41,32 @@ def _dot(x, y):
 
 
 @triton.jit
+def _merge_splits(m_ptr, z_ptr, at, live, n_split, n_rows, M: tl.constexpr):
+    """Largest logit of all splits, the same or 0 if all cells are masked, and sum of exp(logit - that): [M] each."""
+    m = tl.full((M,), float("-inf"), tl.float32)
+    for i in range(n_split):
+        m = tl.maximum(m, tl.load(m_ptr + i * n_rows + at, mask=live, other=float("-inf")))
+    base = tl.where(m > float("-inf"), m, 0.0)
+    z = tl.zeros((M,), tl.float32)
+    for i in range(n_split):
+        share = tl.exp(tl.load(m_ptr + i * n_rows + at, mask=live, other=float("-inf")) - base)
+        z += share * tl.load(z_ptr + i * n_rows + at, mask=live, other=0.0)
+    return m, base, z
+
+
+@triton.jit
+def _weight(m, z, sink_ptr, HAS_SINKS: tl.constexpr):
+    """1 / z [M], with attention sinks in the sum; 0 for rows without visible keys."""
+    w = tl.where(z > 0, 1.0, 0.0)
+    if HAS_SINKS:  # a logit without a value
+        sink = tl.load(sink_ptr)
+        top = tl.maximum(m, sink)
+        w = tl.exp(m - top)
+        z = z * w + tl.exp(sink - top)
+    return tl.where(z == 0, 0.0, w / tl.where(z == 0, 1.0, z))
+
+
+@triton.jit
 def _combine(
     m_ptr,
     z_ptr,
@@ -80,14 +106,7 @@ def _combine(
     jr, jk, jv = tl.arange(0, R), tl.arange(0, D), tl.arange(0, DV)
     n_rows = n_stream * n_tok * n_head * G
 
-    m = tl.full((M,), float("-inf"), tl.float32)
-    for i in range(n_split):
-        m = tl.maximum(m, tl.load(m_ptr + i * n_rows + at, mask=live, other=float("-inf")))
-    base = tl.where(m > float("-inf"), m, 0.0)
-    z = tl.zeros((M,), tl.float32)
-    for i in range(n_split):
-        share = tl.exp(tl.load(m_ptr + i * n_rows + at, mask=live, other=float("-inf")) - base)
-        z += share * tl.load(z_ptr + i * n_rows + at, mask=live, other=0.0)
+    m, base, z = _merge_splits(m_ptr, z_ptr, at, live, n_split, n_rows, M)
     o = tl.zeros((M, DV), tl.float32)
     for first in range(0, RV, R):  # the whole D_v does not fit small devices
         j = first + jr
@@ -121,13 +140,7 @@ def _combine(
         z += bad_weight_nan(p, bad)
         o = o * keep[:, None] + _dot(p, tl.where(bad[:, None], 0.0, v))
 
-    w = tl.where(z > 0, 1.0, 0.0)
-    if HAS_SINKS:  # a logit without a value
-        sink = tl.load(sinks_ptr + head * G + group)
-        top = tl.maximum(m, sink)
-        w = tl.exp(m - top)
-        z = z * w + tl.exp(sink - top)
-    w = tl.where(z == 0, 0.0, w / tl.where(z == 0, 1.0, z))
+    w = _weight(m, z, sinks_ptr + head * G + group, HAS_SINKS)
     tl.store(out_ptr + at[:, None] * d_v + jv[None, :], w[:, None] * o, mask=live[:, None] & (jv < d_v)[None, :])
 
 

@@ -466,44 +466,19 @@ void join(const PlannedHead * heads, Bands * bands, size_t n) {
     }
 }
 
-std::shared_ptr<const Layout> planned(const Estimates & model, float budget, int n_sink, int n_recent) {
-    const double kv_bits = (double) budget;
-    const bool   halves  = model.latent || budget > DERIVED_BUDGET; // recent rows
-    PlanOverhead overhead;
-    overhead.context     = model.latent ? LATENT_CONTEXT : CONTEXT;
-    overhead.n_sink      = n_sink;
-    overhead.n_recent    = n_recent;
-    overhead.n_rollback  = N_ROLLBACK;
-    overhead.recent_bits = halves ? 16 : RECENT_BITS;
-
-    const std::vector<PlannedHead> heads = model.latent ? latent_heads(model) : heads_of(model);
-    std::vector<Bands>             bands = plan_bands(heads, kv_bits, overhead, model.latent ? 0 : WIDEST_BITS);
+// The bands of every head, planned within a budget.
+std::vector<Bands> bands_of(const Estimates & model, const std::vector<PlannedHead> & heads, double kv_bits,
+                            const PlanOverhead & overhead) {
+    std::vector<Bands> bands = plan_bands(heads, kv_bits, overhead, model.latent ? 0 : WIDEST_BITS);
     for (size_t i = 0, n = 1; model.latent && i < heads.size(); i += n) {
         n = i + 1 < heads.size() && heads[i + 1].joined ? 2 : 1;
         join(heads.data() + i, bands.data() + i, n);
     }
-    const PlanAccount account = account_of(heads, bands, overhead);
+    return bands;
+}
 
-    auto l                = std::make_shared<Layout>();
-    l->version            = FORMAT_VERSION;
-    l->codec              = "banded";
-    l->arch               = model.arch;
-    l->n_layer            = model.n_layer;
-    l->n_sink             = n_sink;
-    l->n_recent           = n_recent;
-    l->recent_bits        = overhead.recent_bits;
-    l->bpe                = (float) account.total();
-    l->bpe_rows           = (float) account.rows;
-    l->bpe_context        = (uint32_t) overhead.context;
-    l->budget             = budget;
-    l->gamma              = "one";
-    l->basis_k            = is_known(model) && !model.latent ? "query-aware" : "pca";
-    l->basis_v            = "pca";
-    l->base_sha256        = std::string(64, '0');
-    l->calibration_sha256 = std::string(64, '0');
-    l->calibration_text   = "weights";
-    l->generator          = DERIVED_GENERATOR;
-
+// bands: in the order of heads_of or latent_heads.
+std::vector<LayerSpec> specs_of(const Estimates & model, const std::vector<Bands> & bands) {
     std::vector<LayerSpec> specs;
     size_t                 next = 0; // in bands
     for (const LayerShape & shape : model.layers) {
@@ -525,28 +500,70 @@ std::shared_ptr<const Layout> planned(const Estimates & model, float budget, int
         }
         specs.push_back(std::move(spec));
     }
+    return specs;
+}
+
+// variances: of the latent and of its rotary part.
+void write_latent(BlockWriter block, const LayerSpec & spec, const std::pair<double, double> & variances) {
+    Doubles variance((size_t) spec.d_v, variances.first);
+    variance.resize((size_t) spec.d_k, variances.second);
+    block.number(1.0f); // gamma
+    block.ratios(spec.k[0], variance);
+    block.halves(std::vector<uint16_t>((size_t) spec.d_k, 0));
+    block.matrices(spec.k[0], {}, { spec.d_v, spec.d_k - spec.d_v });
+}
+
+void write_heads(BlockWriter block, const LayerSpec & spec, const std::vector<KeyEstimate> & keys) {
+    for (size_t h = 0; h < (size_t) spec.n_head_kv; ++h) {
+        block.number(1.0f); // gamma
+        block.ratios(spec.k[h], keys[h].variance);
+        block.halves(keys[h].mean);
+        block.matrices(spec.k[h], keys[h].order, { spec.d_k });
+        block.ratios(spec.v[h], Doubles((size_t) spec.d_v, 1.0));
+        block.matrices(spec.v[h], {}, { spec.d_v });
+    }
+}
+
+std::shared_ptr<const Layout> planned(const Estimates & model, float budget, int n_sink, int n_recent) {
+    const bool   halves = model.latent || budget > DERIVED_BUDGET; // recent rows
+    PlanOverhead overhead;
+    overhead.context     = model.latent ? LATENT_CONTEXT : CONTEXT;
+    overhead.n_sink      = n_sink;
+    overhead.n_recent    = n_recent;
+    overhead.n_rollback  = N_ROLLBACK;
+    overhead.recent_bits = halves ? 16 : RECENT_BITS;
+
+    const std::vector<PlannedHead> heads   = model.latent ? latent_heads(model) : heads_of(model);
+    const std::vector<Bands>       bands   = bands_of(model, heads, (double) budget, overhead);
+    const PlanAccount              account = account_of(heads, bands, overhead);
+
+    auto l                = std::make_shared<Layout>();
+    l->version            = FORMAT_VERSION;
+    l->codec              = "banded";
+    l->arch               = model.arch;
+    l->n_layer            = model.n_layer;
+    l->n_sink             = n_sink;
+    l->n_recent           = n_recent;
+    l->recent_bits        = overhead.recent_bits;
+    l->bpe                = (float) account.total();
+    l->bpe_rows           = (float) account.rows;
+    l->bpe_context        = (uint32_t) overhead.context;
+    l->budget             = budget;
+    l->gamma              = "one";
+    l->basis_k            = is_known(model) && !model.latent ? "query-aware" : "pca";
+    l->basis_v            = "pca";
+    l->base_sha256        = std::string(64, '0');
+    l->calibration_sha256 = std::string(64, '0');
+    l->calibration_text   = "weights";
+    l->generator          = DERIVED_GENERATOR;
+
     size_t i = 0; // layers written
-    return make_layout(l, specs, [&](const LayerSpec & spec, uint8_t * out) {
-        BlockWriter block(out);
-        for (size_t h = 0; h < (size_t) spec.n_head_kv; ++h) {
-            const KeyEstimate * key = model.latent ? nullptr : &model.keys[i][h];
-            Doubles             variance;
-            std::vector<int>    parts = { spec.d_k };
-            if (model.latent) {
-                variance.assign((size_t) spec.d_v, model.variances[i].first);
-                variance.resize((size_t) spec.d_k, model.variances[i].second);
-                parts = { spec.d_v, spec.d_k - spec.d_v };
-            }
-            block.number(1.0f); // gamma
-            block.ratios(spec.k[h], key ? key->variance : variance);
-            block.halves(key ? key->mean : std::vector<uint16_t>((size_t) spec.d_k, 0));
-            block.matrices(spec.k[h], key ? key->order : std::vector<int>(), parts);
-            if (key) {
-                block.ratios(spec.v[h], Doubles((size_t) spec.d_v, 1.0));
-                block.matrices(spec.v[h], {}, { spec.d_v });
-            }
+    return make_layout(l, specs_of(model, bands), [&](const LayerSpec & spec, uint8_t * out) {
+        if (model.latent) {
+            write_latent(BlockWriter(out), spec, model.variances[i++]);
+        } else {
+            write_heads(BlockWriter(out), spec, model.keys[i++]);
         }
-        ++i;
     });
 }
 

@@ -27,6 +27,14 @@ VkBool32 VKAPI_PTR on_message(VkDebugUtilsMessageSeverityFlagBitsEXT, VkDebugUti
 } // namespace
 
 Device::Device(bool validate, bool integer_dot) {
+    create_instance(validate);
+    find_device();
+    create_device(integer_dot);
+    create_commands();
+    memory_type_ = mapped_memory_type();
+}
+
+void Device::create_instance(bool validate) {
     VkApplicationInfo app = {};
     app.sType             = VK_STRUCTURE_TYPE_APPLICATION_INFO;
     app.apiVersion        = VK_API_VERSION_1_1;
@@ -64,7 +72,9 @@ Device::Device(bool validate, bool integer_dot) {
         VkDebugUtilsMessengerEXT created;
         check(create(instance_, &messenger, nullptr, &created), "vkCreateDebugUtilsMessengerEXT");
     }
+}
 
+void Device::find_device() {
     uint32_t n = 1;
     vkEnumeratePhysicalDevices(instance_, &n, &physical_);
     if (n == 0) {
@@ -75,7 +85,9 @@ Device::Device(bool validate, bool integer_dot) {
     name_      = properties.deviceName;
     max_range_ = properties.limits.maxStorageBufferRange;
     period_    = properties.limits.timestampPeriod;
+}
 
+void Device::create_device(bool integer_dot) {
     const float             priority = 1.0f;
     VkDeviceQueueCreateInfo queue    = {}; // queue family 0 supports compute on all known devices
     queue.sType                      = VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO;
@@ -103,7 +115,9 @@ Device::Device(bool validate, bool integer_dot) {
     }
     check(vkCreateDevice(physical_, &device, nullptr, &device_), "vkCreateDevice");
     vkGetDeviceQueue(device_, 0, 0, &queue_);
+}
 
+void Device::create_commands() {
     VkCommandPoolCreateInfo pool = {};
     pool.sType                   = VK_STRUCTURE_TYPE_COMMAND_POOL_CREATE_INFO;
     pool.flags                   = VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT;
@@ -123,28 +137,30 @@ Device::Device(bool validate, bool integer_dot) {
     sets.pPoolSizes                 = &size;
     check(vkCreateDescriptorPool(device_, &sets, nullptr, &sets_), "vkCreateDescriptorPool");
 
-    VkPhysicalDeviceMemoryProperties memory;
-    vkGetPhysicalDeviceMemoryProperties(physical_, &memory);
-    // device memory if the host can map all of it, so that times are realistic
-    const VkMemoryPropertyFlags required = VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT | VK_MEMORY_PROPERTY_HOST_COHERENT_BIT;
-    memory_type_                         = UINT32_MAX;
-    for (uint32_t i = 0; i < memory.memoryTypeCount; ++i) {
-        const VkMemoryType & type  = memory.memoryTypes[i];
-        const bool           local = (type.propertyFlags & VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT) != 0 &&
-                                     memory.memoryHeaps[type.heapIndex].size > 1ull << 30;
-        if ((type.propertyFlags & required) == required && (local || memory_type_ == UINT32_MAX)) {
-            memory_type_ = i;
-            if (local) {
-                break;
-            }
-        }
-    }
-
     VkQueryPoolCreateInfo timer = {};
     timer.sType                 = VK_STRUCTURE_TYPE_QUERY_POOL_CREATE_INFO;
     timer.queryType             = VK_QUERY_TYPE_TIMESTAMP;
     timer.queryCount            = 2;
     check(vkCreateQueryPool(device_, &timer, nullptr, &timer_), "vkCreateQueryPool");
+}
+
+uint32_t Device::mapped_memory_type() const {
+    VkPhysicalDeviceMemoryProperties memory;
+    vkGetPhysicalDeviceMemoryProperties(physical_, &memory);
+    const VkMemoryPropertyFlags required = VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT | VK_MEMORY_PROPERTY_HOST_COHERENT_BIT;
+    uint32_t                    found    = UINT32_MAX;
+    for (uint32_t i = 0; i < memory.memoryTypeCount; ++i) {
+        const VkMemoryType & type  = memory.memoryTypes[i];
+        const bool           local = (type.propertyFlags & VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT) != 0 &&
+                                     memory.memoryHeaps[type.heapIndex].size > 1ull << 30;
+        if ((type.propertyFlags & required) == required && (local || found == UINT32_MAX)) {
+            found = i;
+            if (local) {
+                break;
+            }
+        }
+    }
+    return found;
 }
 
 void * Device::allocate(size_t size, size_t before) {

@@ -60,6 +60,12 @@ private:
         VkPipeline            pipeline;
     };
 
+    void     create_instance(bool validate);
+    void     find_device();
+    void     create_device(bool integer_dot);
+    void     create_commands();          // and what they need: descriptors, a timer
+    uint32_t mapped_memory_type() const; // on the device if the host can map all of it, so that times are realistic
+
     const Pipeline & pipeline(const subkv::vulkan::Dispatch & dispatch);
 
     void barrier();
