@@ -29,7 +29,7 @@ struct CacheChoice {
     bool coded() const { return type_k == "subkv"; }
 };
 
-// The choice of the type alone, before any search: `bits` are those that are asked, and `path` is a file that is named.
+// Checks the request, and chooses the type alone, before any search: `bits` are those that are asked, and `path` is a file that is named.
 // Throws as resolve().
 CacheChoice choose_type(const CacheRequest & asked);
 
