@@ -55,7 +55,7 @@ from subkv.base.errors import CacheError, SubkvError, system_reason
 from subkv.base.files import atomic_file, other_writers
 from subkv.base.interrupts import Interrupt
 from subkv.base.progress import duration, expect, note, progress_bar
-from subkv.engine.cache import ORDINARY, CacheChoice, also_attach, ordinary
+from subkv.engine.cache import CacheChoice, also_attach, ordinary
 from subkv.engine.context import ContextOptions
 from subkv.engine.model import Model
 from subkv.engine.sliding import keep_f16
@@ -372,7 +372,7 @@ def compare(
     first, sums = len(chunk) // 2, np.zeros(len(caches))
     options = ContextOptions(len(chunk), BATCH, BATCH, n_threads)
     with contextlib.ExitStack() as opened:
-        exact, *others = (opened.enter_context(model.context(cache, options)) for cache in (ORDINARY, *caches))
+        exact, *others = (opened.enter_context(model.context(cache, options)) for cache in (ordinary(), *caches))
         for start in range(0, len(chunk), BATCH):
             tokens = chunk[start : start + BATCH]
             skipped = min(max(first - start, 0), len(tokens))

@@ -12,7 +12,7 @@ import jinja2
 from converter.source import Source
 from subkv.base.errors import CacheError, SubkvError
 from subkv.base.heap import return_freed
-from subkv.engine.cache import ORDINARY, also_attach
+from subkv.engine.cache import also_attach, ordinary
 from subkv.engine.context import Context, ContextOptions, Logits
 from subkv.engine.observer import PAUSE, UBATCH, Observer
 from subkv.engine.template import Template
@@ -54,7 +54,7 @@ class Session:
         """An empty context with the observer."""
         try:
             with also_attach(self._observer.attach):
-                return self.model.context(ORDINARY, self._options)
+                return self.model.context(ordinary(), self._options)
         except CacheError as error:
             if error.key != "kv_cache":
                 raise

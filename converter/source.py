@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from subkv.base.errors import SubkvError
-from subkv.engine.cache import ORDINARY
+from subkv.engine.cache import ordinary
 from subkv.engine.memory import require_beside
 from subkv.engine.model import Model
 from subkv.format import store
@@ -67,7 +67,7 @@ class Source:
         weights, statistics and that context together exceed the memory, or if the model has an encoder.
         """
         sizes = {} if self._model else {"weights": float(self.n_bytes)}
-        require_beside(self.gguf, ORDINARY, params, {**sizes, "statistics": self._statistics()})
+        require_beside(self.gguf, ordinary(), params, {**sizes, "statistics": self._statistics()})
         if self._model is None:
             check_weights(self.gguf)
             self._model = Model(self.path, mapped=False, checked=True)

@@ -138,11 +138,11 @@ def sentences(
     weights: bytes, 0: unknown. available: bytes of memory, None: unknown. trained: tokens of the trained context, 0:
     unknown.
     """
-    from subkv.plan.stock import BITS  # numpy: not for a --help
+    from subkv.native.library import cache_types  # not for a --help
 
     total, exact = cost.bytes(n_ctx), n_ctx * cost.f16 + cost.ordinary_f16
     own, own_f16 = total - cost.ordinary, n_ctx * cost.f16
-    q8_0 = exact * BITS["q8_0"] / BITS["f16"] / total
+    q8_0 = exact * cache_types()["q8_0"][1] / cache_types()["f16"][1] / total
     than_q8_0 = f"{q8_0:.1f}× than q8_0" if q8_0 >= 1.05 else "not smaller than q8_0"
     yield (
         f"a context of {n_ctx} tokens takes {total / MIB:.1f} MiB instead of {exact / MIB:.1f} MiB in f16: "

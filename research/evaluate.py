@@ -54,8 +54,8 @@ def _kinds(context: click.Context, parameter: click.Parameter, text: str) -> lis
 
     kinds = [part for part in text.split(",") if part]
     for kind in kinds:
-        if kind not in stock.BITS:
-            raise click.BadParameter(f"expected types out of {', '.join(stock.BITS)}, found {kind!r}")
+        if kind not in stock.KINDS:
+            raise click.BadParameter(f"expected types out of {', '.join(stock.KINDS)}, found {kind!r}")
     return kinds
 
 

@@ -117,7 +117,7 @@ def stock_caches(kinds: Sequence[str], fit: Fit, sides: str, layers: str = "all"
     window = fit.settings.window
     caches = []
     for kind in kinds:
-        bits = stock.BITS[kind]
+        bits = stock.bits(kind)
         quantized = stock_coder(kind, sides)
         coder, sliding = (_exact if layers == "sliding" else quantized), (None if layers == "full" else quantized)
         predicted = None if layers == "sliding" else fit.stock_error(kind)

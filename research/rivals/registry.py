@@ -43,13 +43,13 @@ class Spec:
 def known_codecs() -> str:
     """What parse() takes, in words."""
     own = (f"{name}:{least}…{most}" if least < most else f"{name}:{least}" for name, (_, least, most) in CODECS.items())
-    return ", ".join((*own, *(ROTATED + kind for kind in stock.BITS if kind != "f16")))
+    return ", ".join((*own, *(ROTATED + kind for kind in stock.KINDS if kind != "f16")))
 
 
 def parse(text: str) -> Spec:
     """name:bits, name:bits of K/bits of V, or rotated-TYPE. Raises SubkvError about `codecs`."""
     kind = text.removeprefix(ROTATED)
-    if kind != text and kind in stock.BITS and kind != "f16":
+    if kind != text and kind in stock.KINDS and kind != "f16":
         return Spec(text, kind)
     name, _, bits = text.partition(":")
     numbers = bits.split("/") if "/" in bits else [bits, bits]
@@ -75,7 +75,7 @@ def _rotated(kind: str) -> Rival:
     def quantize(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
         return stock.round_trip(kind, k, keys=True), stock.round_trip(kind, v, keys=False)
 
-    return Rival(quantize, stock.BITS[kind])
+    return Rival(quantize, stock.bits(kind))
 
 
 def rival(spec: Spec, known: Knowledge) -> Rival:

@@ -168,9 +168,9 @@ def read_arguments(program: Program, arguments: Sequence[str]) -> ProgramArgumen
             if flag in THREADS and n.isdecimal() and not 1 <= int(n) <= MAX_THREADS:  # as in our own programs
                 reason = f"expected 1 to {MAX_THREADS} threads, or -1 for all processors, found {n}"
                 raise SubkvError(flag, reason)
-    from subkv.engine.cache import STOCK_TYPES  # numpy and the native libraries
+    from subkv.native.library import cache_types  # the native libraries
 
-    return read(program.name, arguments, program.environment, STOCK_TYPES)
+    return read(program.name, arguments, program.environment, cache_types())
 
 
 def prepare_start(

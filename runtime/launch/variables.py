@@ -15,8 +15,8 @@ from runtime import options
 from subkv.base.command import group
 from subkv.base.errors import CacheError, concerning
 from subkv.engine.request import AUTOMATIC, CacheRequest
-from subkv.format.window import MAX_RECENT, MAX_SINK, VARIABLES, Window
-from subkv.native.bases import AUTO, CODED, check_budget
+from subkv.format.window import VARIABLES
+from subkv.native.bases import AUTO, CODED
 from subkv.native.library import LIB_PATH
 from subkv.native.paths import mtmd_variable
 
@@ -32,12 +32,11 @@ LIBRARY_PATH = {"darwin": "DYLD_LIBRARY_PATH", "win32": "PATH"}.get(sys.platform
 
 def request_variables(request: CacheRequest) -> dict[str, str]:
     """The environment variables for a request's window and bits. Raises CacheError about invalid numbers."""
-    for name, n in request.window.requested().items():
-        most = MAX_SINK if name == "n_sink" else MAX_RECENT
-        if isinstance(n, int) and n > most:
-            raise CacheError(name, f"expected 0 to {most} tokens, found {n}")
+    # numpy and the native libraries: not for a --help
+    from subkv.engine.cache import choose_cache
+
+    choose_cache(None, CacheRequest(CODED, window=request.window, kv_bits=request.kv_bits))
     request.window.check_adapt()
-    check_budget(request.kv_bits)
     bits = {} if request.kv_bits is None else {BITS: f"{request.kv_bits:g}"}
     return bits | {VARIABLES[name]: str(value) for name, value in request.window.requested().items()}
 
@@ -68,7 +67,7 @@ def prepare(model: Path, request: CacheRequest = AUTOMATIC, strict: bool = False
             check_model_file(model)
     try:
         coded = CODED if request.kv_cache == AUTO else request.kv_cache
-        return choose_cache(model, replace(request, kv_cache=coded, window=Window()))  # the program gets the window
+        return choose_cache(model, replace(request, kv_cache=coded))
     except CacheError as error:
         if strict or error.key != "kv_cache":
             raise

@@ -49,6 +49,8 @@ class Constants:
     max_recent: int
     n_rollback: int
     """Default number of exact rows that a cache keeps beyond n_recent."""
+    cache_types: dict[str, tuple[int, float]]
+    """Name of an ordinary cache type -> number in ggml, and bits per element."""
     planes: dict[int, tuple[int, ...]]
     """Bits of a band -> bits of its planes, low ones first. 16: half precision."""
     trellis: Trellis

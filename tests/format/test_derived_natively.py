@@ -95,7 +95,7 @@ def test_default_beside_sliding_layers_is_smaller_than_q8_0(tiny_model: Models, 
     with Gguf(tiny_model(arch, n_layer=4, head_size=head_size)) as base:
         result = derived_numpy.plan(base, Options(), [0, 2])
     counted = result.counted
-    assert counted.context == CONTEXT and counted.total + 3 * counted.window < stock.BITS["q8_0"]
+    assert counted.context == CONTEXT and counted.total + 3 * counted.window < stock.bits("q8_0")
     assert counted.total > derived_numpy.KV_BITS
 
 

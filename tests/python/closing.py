@@ -21,7 +21,7 @@ from typing import Any
 
 import subkv
 from subkv.base.errors import SubkvError
-from subkv.engine.cache import ORDINARY, choose_cache
+from subkv.engine.cache import choose_cache, ordinary
 from subkv.engine.context import ContextOptions
 from subkv.engine.llama import Llama
 from subkv.engine.model import Model
@@ -70,7 +70,7 @@ def objects(model: Path, layout: Path) -> Iterator[tuple[str, Any, Callable[[], 
     yield "CheckedDrafts", llm.draft_model, llm.close
     loaded = Model(model)
     yield "Model", loaded, loaded.close
-    for choice in (ORDINARY, choose_cache(model, CacheRequest("subkv"))):
+    for choice in (ordinary(), choose_cache(model, CacheRequest("subkv"))):
         context = Model(model).context(choice, ContextOptions(128, n_threads=1))
         yield "Context", context, context.close
     observer = Observer(0)

@@ -229,10 +229,10 @@ def test_explicit_attach_gives_the_same_numbers(model: Path, bases: Path) -> Non
     """An attached layout, or an explicit ordinary cache, takes precedence over the environment."""
     program = PROGRAM.replace(
         "    ctx = C.llama_init",
-        "    from subkv.engine.cache import ORDINARY, attached, coded_by\n"
+        "    from subkv.engine.cache import attached, coded_by, ordinary\n"
         "    import os, pathlib\n"
         "    file = os.environ['BASES']\n"
-        "    choice = coded_by(pathlib.Path(file)) if file else ORDINARY\n"
+        "    choice = coded_by(pathlib.Path(file)) if file else ordinary()\n"
         "    hold = attached(choice); hold.__enter__()\n"
         "    ctx = C.llama_init",
     )

@@ -20,27 +20,12 @@ from subkv.format.window import STATIC, Window
 from subkv.native import library
 from subkv.native.bases import AUTO, CODED, NAMED, NONE, WEIGHTS, check_budget
 from subkv.native.gguf import check_model_file
-from subkv.native.library import INVALID, MEMORY, NO_ERROR, UNAVAILABLE, UNSUPPORTED, Failure, last_failure
+from subkv.native.library import INVALID, MEMORY, NO_ERROR, UNAVAILABLE, UNSUPPORTED, Failure, cache_types, last_failure
 from subkv.native.library import load as native
 from subkv.native.log import LogLines, captured_log, last_log_error
 
 T = TypeVar("T")
 MIB = 1024 * 1024
-
-# llama.cpp's cache types: name -> (ggml type, bits per element)
-STOCK_TYPES: dict[str, tuple[int, float]] = {
-    "f32": (0, 32.0),
-    "f16": (1, 16.0),
-    "bf16": (30, 16.0),
-    "q8_0": (8, 8.5),
-    "q5_1": (7, 6.0),
-    "q5_0": (6, 5.5),
-    "q4_1": (3, 5.0),
-    "q4_0": (2, 4.5),
-    "iq4_nl": (20, 4.5),
-}
-CACHE_TYPES = (AUTO, CODED, *STOCK_TYPES)
-
 
 FIELDS = {"type": "kv_cache", "bits": "kv_bits", "memory": "kv_memory"}  # of subkv_cache_request -> our argument
 
@@ -105,20 +90,18 @@ class CacheChoice:
 #
 
 
-def ordinary(kind: str) -> CacheChoice:
-    """An ordinary cache of one of STOCK_TYPES for K and V, regardless of the model's bases."""
-    return CacheChoice(kind, kind, STOCK_TYPES[kind][0], STOCK_TYPES[kind][0])
+def ordinary(kind: str = "f16") -> CacheChoice:
+    """An ordinary cache of one type for K and V, regardless of the model's bases."""
+    return choose_cache(None, CacheRequest(kind))
 
 
-ORDINARY = ordinary("f16")
-
-
-def choose_cache(model: Path, requested: CacheRequest = AUTOMATIC, derive: bool = True) -> CacheChoice:
+def choose_cache(model: Path | None, requested: CacheRequest = AUTOMATIC, derive: bool = True) -> CacheChoice:
     """Choose the cache that the user requests, as libsubkv decides it for the contexts of all programs (subkv_resolve).
 
     "auto" and "subkv" are a coded cache with the bases that are found, or derived from the weights. If these cannot be
     derived, "auto" is f16, with the reason in the note, and "subkv" raises. type_k and type_v (names or ggml numbers)
-    choose separate ordinary types for K and V. derive: False: without calibrated bases, "auto" is f16.
+    choose separate ordinary types for K and V. derive: False: without calibrated bases, "auto" is f16. Without a model
+    only the request is checked, and a coded cache has no bases.
 
     Raises CacheError, and ModelFileError about `model_path`.
     """
@@ -127,7 +110,7 @@ def choose_cache(model: Path, requested: CacheRequest = AUTOMATIC, derive: bool 
     slides, failures = _sliding(model)
     given, choice = (
         library.Request(
-            os.fsencode(model),
+            None if model is None else os.fsencode(model),
             *(_type_name(key, getattr(requested, key)) for key in ("kv_cache", "type_k", "type_v")),
             os.fsencode(requested.bases) if requested.bases is not None else None,
             requested.kv_bits or 0.0,
@@ -142,7 +125,8 @@ def choose_cache(model: Path, requested: CacheRequest = AUTOMATIC, derive: bool 
         ),
         library.Choice(),
     )
-    with captured_log(forward=False):  # ggml logs what is wrong with a file; the reason says it
+    # ggml logs what is wrong with a file; the reason says it
+    with captured_log(forward=False) if model is not None else contextlib.nullcontext():
         done = native().subkv_resolve(ctypes.byref(given), ctypes.byref(choice))
     if failures:
         raise failures[0]
@@ -155,12 +139,12 @@ def choose_cache(model: Path, requested: CacheRequest = AUTOMATIC, derive: bool 
     return _choice(model, choice, derive)
 
 
-def _choice(model: Path, choice: library.Choice, derive: bool) -> CacheChoice:
+def _choice(model: Path | None, choice: library.Choice, derive: bool) -> CacheChoice:
     words, coded = os.fsdecode(choice.words), bool(choice.layout)
     note = f"bases: {words}" if coded else f"cache: f16; {words}"
     if not (coded or derive):
         note = f"cache: f16: {words}; kv_cache='subkv' codes it"
-    path = Path(os.fsdecode(choice.path)) if choice.path else model
+    path = Path(os.fsdecode(choice.path) or model or "")  # without a model there is no layout
     return CacheChoice(
         choice.type_k.decode(),
         choice.type_v.decode(),
@@ -183,19 +167,19 @@ def _type_name(key: str, value: Any) -> bytes | None:
     if value is None:
         return None
     if not isinstance(value, (str, bool)):
-        value = next((name for name, (number, _) in STOCK_TYPES.items() if number == value), value)
+        value = next((name for name, (number, _) in cache_types().items() if number == value), value)
     if not isinstance(value, str) or not value or not value.isprintable():
-        raise CacheError(key, f"expected one of {', '.join(CACHE_TYPES)}, found {shown(value)}")
+        raise CacheError(key, f"expected one of {', '.join((AUTO, CODED, *cache_types()))}, found {shown(value)}")
     return value.encode()
 
 
-def _sliding(model: Path) -> tuple[Any, list[BaseException]]:
+def _sliding(model: Path | None) -> tuple[Any, list[BaseException]]:
     """The function `slides` of subkv_cache_request, and a list for what it raises.
 
     With the plug-in alone the sliding layers are unknown, and their bases are not used.
     """
     failures: list[BaseException] = []
-    if PLUGIN_ONLY:
+    if PLUGIN_ONLY or model is None:
         return library.SLIDES(), failures
     known: list[frozenset[int]] = []
 
@@ -246,14 +230,14 @@ def f16_instead(requested: CacheRequest, error: CacheError) -> CacheChoice:
     """
     if requested.window.requested():
         raise error
-    return dataclasses.replace(ORDINARY, note=f"cache: f16; {error.cause}", automatic=True)
+    return dataclasses.replace(ordinary(), note=f"cache: f16; {error.cause}", automatic=True)
 
 
 def coded_by(path: Path) -> CacheChoice:
     """A coded cache with the bases of a file, at its own budget."""
-    layout, number = Layout(path), STOCK_TYPES["f16"][0]
+    layout, plain = Layout(path), ordinary()
     window = Window(adapt=layout.description["adapt"] or STATIC)
-    return CacheChoice(CODED, CODED, number, number, path, layout, NAMED, window)
+    return CacheChoice(CODED, CODED, plain.type_k, plain.type_v, path, layout, NAMED, window)
 
 
 def parse_cache(spec: str, model: Path, requested: CacheRequest = AUTOMATIC) -> CacheChoice:
@@ -296,7 +280,7 @@ def flash_attention(value: str | bool | int | None, choice: CacheChoice) -> int:
     if value is True or value in ("on", 1):
         return C.LLAMA_FLASH_ATTN_TYPE_ENABLED
     if value is False or value in ("off", 0):
-        if not choice.coded and STOCK_TYPES[choice.name_v][1] < 16:
+        if not choice.coded and cache_types()[choice.name_v][1] < 16:
             raise CacheError("flash_attn", f"expected 'on' or 'auto' for a {choice.name_v} V cache, found 'off'")
         return C.LLAMA_FLASH_ATTN_TYPE_DISABLED
     raise CacheError("flash_attn", f"expected 'auto', 'on' or 'off', found {shown(value)}")

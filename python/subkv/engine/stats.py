@@ -8,19 +8,18 @@ import re
 from typing import Any
 
 from subkv.base.errors import NoCodedCacheError
-from subkv.engine.cache import MIB, STOCK_TYPES, CacheChoice
+from subkv.engine.cache import MIB, CacheChoice
 from subkv.native import library
 from subkv.native.binding import C, LogLines, model_meta, native
+from subkv.native.library import cache_types
 
-BITS_Q8_0 = STOCK_TYPES["q8_0"][1]
+BITS_Q8_0 = cache_types()["q8_0"][1]
 
 
 @dataclasses.dataclass(frozen=True)
-class KVStats(dict[str, Any]):
+class KVStats:
     """A context's KV cache. Sizes are allocated bytes; bpe: bits per K/V element of the coded layers if there are any,
     including the exact window.
-
-    As a dict it has the same members, so that json.dumps() writes it.
     """
 
     type_k: str
@@ -46,9 +45,6 @@ class KVStats(dict[str, Any]):
     n_recent: int = 0
     n_rollback: int = 0
     fingerprint: str | None = None
-
-    def __post_init__(self) -> None:
-        self.update({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @property
     def bytes_all(self) -> int:
@@ -157,7 +153,7 @@ _SLIDING_LINE = re.compile(r"creating +SWA KV cache")
 def _stock_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> KVStats:
     """Sizes from llama.cpp's log, which has MiB with two decimals; exact if all layers have one shape."""
     widths = _row_widths(model)
-    bits = [STOCK_TYPES[name][1] for name in (choice.name_k, choice.name_v)]
+    bits = [cache_types()[name][1] for name in (choice.name_k, choice.name_v)]
     total, rows, grows = [0, 0], 0.0, True
     for _, line in log:
         match = _SIZE_LINE.search(line)

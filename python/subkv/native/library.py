@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import os
 import sys
 from collections.abc import Collection, Mapping
@@ -235,6 +236,13 @@ def ggml() -> ctypes.CDLL:
     """The libggml-base of libsubkv and libllama. Raises ImportError as load()."""
     load()
     return ctypes.CDLL(str(lib_dir() / f"libggml-base{SUFFIX}"))
+
+
+@functools.cache
+def cache_types() -> dict[str, tuple[int, float]]:
+    """The ordinary cache types: name -> number in ggml, and bits per element."""
+    types = json.loads(load().subkv_constants())["cache_types"]
+    return {name: (number, bits) for name, (number, bits) in types.items()}
 
 
 def llama_cpp_commit() -> str:

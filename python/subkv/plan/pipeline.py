@@ -405,7 +405,7 @@ class Fit:
         if target is None or not self.is_meaningful(kind):
             return None
         least, most = budget.budget_range(self.heads, self.overhead)
-        high = most.total - max(most.rows - stock.BITS[kind], 0.0)
+        high = most.total - max(most.rows - stock.bits(kind), 0.0)
         first, last = int(np.ceil(least.total / BUDGET_STEP)), int(np.floor(high / BUDGET_STEP))
         with progress_bar(f"budget of {kind}'s quality", (last - first + 1).bit_length(), "step", self.progress) as bar:
 

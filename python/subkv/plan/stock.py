@@ -11,10 +11,16 @@ from gguf import GGMLQuantizationType, quants
 
 from subkv.base.errors import SubkvError
 from subkv.format.arrays import F32
+from subkv.native.library import cache_types
 from subkv.plan.basis import mixing_matrix
 
-BITS = {"f16": 16.0, "q8_0": 8.5, "q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0, "q4_0": 4.5}  # per element
+KINDS = ("f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _BLOCK = 32
+
+
+def bits(kind: str) -> float:
+    """Bits per element of one of KINDS."""
+    return cache_types()[kind][1]
 
 
 def fits(d: int) -> bool:
@@ -30,7 +36,7 @@ def rotation_size(d: int, keys: bool) -> int:
 
 
 def round_trip(kind: str, x: F32, keys: bool, latent: bool = False) -> F32:
-    """Rows x [..., d] after storing them as `kind`, one of BITS.
+    """Rows x [..., d] after storing them as `kind`, one of KINDS.
 
     latent: rows of latent attention, which are not rotated. Raises SubkvError for an unsupported d.
     """

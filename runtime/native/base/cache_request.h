@@ -1,11 +1,22 @@
 // cache_request.h: what is asked of a K/V cache; resolve.h decides what is given.
 #pragma once
 
+#include "ggml.h"
+
 #include <cstdint>
 #include <functional>
 #include <string>
 
 namespace subkv {
+
+// llama.cpp's types of K and V rows.
+constexpr ggml_type ORDINARY_TYPES[] = { GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF16,
+                                         GGML_TYPE_Q8_0, GGML_TYPE_Q5_1, GGML_TYPE_Q5_0,
+                                         GGML_TYPE_Q4_1, GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL };
+
+inline double element_bits(ggml_type type) {
+    return 8.0 * (double) ggml_type_size(type) / (double) ggml_blck_size(type);
+}
 
 // The variables of the environment that stand for what is not asked.
 enum class Variables {

@@ -28,6 +28,17 @@ inline int64_t number_of(const char * name, int64_t least, int64_t most, int64_t
     return number;
 }
 
+// SUBKV: "auto", "subkv", "off", or a file with bases (resolve.cpp); "": unset.
+inline std::string cache_setting() {
+    const char * value = std::getenv("SUBKV");
+    return value ? value : "";
+}
+
+// Whether the value of SUBKV asks for a coded cache.
+inline bool asks_coded(const std::string & setting) {
+    return !setting.empty() && setting != "off";
+}
+
 // Bits per K/V element that a file of bases may have a plan for.
 constexpr float MAX_BUDGET = 64.0f;
 

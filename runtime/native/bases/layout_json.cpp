@@ -8,6 +8,7 @@
 // about damaged layouts report. It copies names and numbers of any length, accepts escaped member names and a byte
 // order mark, which the format excludes, and quotes bytes that are not UTF-8. Its writer prints floats with the digits
 // of a double, not with FORMAT.md's 9.
+#include "cache_request.h"
 #include "error.h"
 #include "layout.h"
 #include "numbers.h"
@@ -402,7 +403,12 @@ std::string constants_to_json() {
         << ",\"scale_candidates_below\":" << SCALE_CANDIDATES_BELOW << ",\"half_max\":" << (int) HALF_MAX
         << ",\"max_bands\":" << MAX_BANDS << ",\"max_head_size\":" << MAX_HEAD_SIZE << ",\"band_step\":" << BAND_STEP
         << ",\"max_layers\":" << MAX_LAYERS << ",\"max_heads_kv\":" << MAX_HEADS_KV << ",\"max_sink\":" << MAX_SINK
-        << ",\"max_recent\":" << MAX_RECENT << ",\"n_rollback\":" << N_ROLLBACK << ",\"planes\":{";
+        << ",\"max_recent\":" << MAX_RECENT << ",\"n_rollback\":" << N_ROLLBACK << ",\"cache_types\":{";
+    for (const ggml_type type : ORDINARY_TYPES) {
+        out << (type == ORDINARY_TYPES[0] ? "" : ",") << '"' << ggml_type_name(type) << "\":[" << (int) type << ','
+            << element_bits(type) << ']';
+    }
+    out << "},\"planes\":{";
     for (const int32_t bits : WIDTHS) {
         const int32_t low = low_plane(bits);
         out << (bits == WIDTHS[0] ? "" : ",") << '"' << bits << "\":[" << low;

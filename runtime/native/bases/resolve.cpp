@@ -15,6 +15,7 @@
 #include <filesystem>
 #include <iterator>
 #include <system_error>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -25,10 +26,6 @@ namespace {
 constexpr const char * CODED = "subkv";
 constexpr const char * AUTO  = "auto";
 constexpr const char * F16   = "f16";
-
-// llama.cpp's types of K and V rows
-constexpr ggml_type ORDINARY[] = { GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF16, GGML_TYPE_Q8_0,  GGML_TYPE_Q5_1,
-                                   GGML_TYPE_Q5_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL };
 
 [[noreturn]] void refuse_field(const char * field, const std::string & reason) {
     throw Invalid({ SUBKV_ERROR_INVALID, field, reason });
@@ -106,7 +103,7 @@ void require_coded(Types & types, const std::vector<float> & bits, bool memory) 
 
 // SUBKV is for contexts that ask for no type. The bases of a file that it names are for coded ones as well.
 void take_variable(Types & types, std::string & file, const CacheRequest & asked) {
-    std::string value = variable("SUBKV");
+    std::string value = cache_setting();
     if (value.empty()) {
         return;
     }
@@ -126,7 +123,7 @@ void take_variable(Types & types, std::string & file, const CacheRequest & asked
 
 void check_type(const char * field, const std::string & type) {
     std::string names = std::string(AUTO) + ", " + CODED;
-    for (const ggml_type known : ORDINARY) {
+    for (const ggml_type known : ORDINARY_TYPES) {
         if (type == ggml_type_name(known)) {
             return;
         }
@@ -174,11 +171,18 @@ void check_ordinary(const CacheChoice & choice, const CacheRequest & asked) {
 // window
 //
 
-// If nothing is asked, the number of `variable` stands for it, unless it is nullptr.
-int32_t tokens(int32_t asked, const char * field, const char * variable, int32_t most, int32_t otherwise) {
-    if (asked > most) {
-        refuse_field(field, "expected 0 to " + std::to_string(most) + " tokens, found " + std::to_string(asked));
+void check_window(const CacheRequest & asked) {
+    for (const auto & [field, n, most] : { std::tuple("n_sink", asked.n_sink, MAX_SINK),
+                                           { "n_recent", asked.n_recent, MAX_RECENT },
+                                           { "n_rollback", asked.n_rollback, MAX_RECENT } }) {
+        if (n > most) {
+            refuse_field(field, "expected 0 to " + std::to_string(most) + " tokens, found " + std::to_string(n));
+        }
     }
+}
+
+// If nothing is asked, the number of `variable` stands for it, unless it is nullptr.
+int32_t tokens(int32_t asked, const char * variable, int32_t most, int32_t otherwise) {
     if (asked >= 0) {
         return asked;
     }
@@ -189,9 +193,9 @@ void give_window(CacheChoice & choice, const CacheRequest & asked) {
     const Layout & l         = *choice.layout;
     const bool     variables = asked.variables != Variables::BITS;
     const auto     named     = [&](const char * name) { return variables ? name : nullptr; };
-    choice.n_sink            = tokens(asked.n_sink, "n_sink", named("SUBKV_SINK"), MAX_SINK, l.n_sink);
-    choice.n_recent          = tokens(asked.n_recent, "n_recent", named("SUBKV_RECENT"), MAX_RECENT, l.n_recent);
-    choice.n_rollback        = tokens(asked.n_rollback, "n_rollback", named("SUBKV_ROLLBACK"), MAX_RECENT, N_ROLLBACK);
+    choice.n_sink            = tokens(asked.n_sink, named("SUBKV_SINK"), MAX_SINK, l.n_sink);
+    choice.n_recent          = tokens(asked.n_recent, named("SUBKV_RECENT"), MAX_RECENT, l.n_recent);
+    choice.n_rollback        = tokens(asked.n_rollback, named("SUBKV_ROLLBACK"), MAX_RECENT, N_ROLLBACK);
     // Sensitivities include errors beyond the window only, so these bases may have any error inside it.
     if ((l.basis_k == "kld-aware" || l.basis_v == "kld-aware") && choice.n_recent < l.n_recent) {
         throw Invalid({ SUBKV_ERROR_INVALID, "n_recent",
@@ -233,6 +237,7 @@ void check_usable(const FoundBases & found) {
 } // namespace
 
 CacheChoice choose_type(const CacheRequest & asked) {
+    check_window(asked);
     std::vector<float> bits;
     std::string        file = asked.bases;
     if (asked.bits != 0.0f) {
@@ -275,6 +280,7 @@ CacheChoice choose_type(const CacheRequest & asked) {
 }
 
 CacheChoice with_bases(const std::shared_ptr<const Layout> & layout, const CacheRequest & asked) {
+    check_window(asked);
     CacheChoice choice;
     choice.type_k = choice.type_v = CODED;
     choice.layout                 = layout;

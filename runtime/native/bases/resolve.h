@@ -29,8 +29,8 @@ struct CacheChoice {
     bool coded() const { return type_k == "subkv"; }
 };
 
-// Chooses only the type, before any search. `bits` are those that are asked, and `path` is a file that is named. Throws
-// as resolve().
+// Checks the request, and chooses only the type, before any search. `bits` are those that are asked, and `path` is a
+// file that is named. Throws as resolve().
 CacheChoice choose_type(const CacheRequest & asked);
 
 // Throws Invalid, whose key is the field of the request that the error is about, or a variable. Two more keys tell

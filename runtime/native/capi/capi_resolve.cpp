@@ -32,6 +32,10 @@ CacheRequest asked(const subkv_cache_request & given) {
     return out;
 }
 
+CacheChoice chosen(const subkv_cache_request & given) {
+    return given.model ? resolve(asked(given)) : choose_type(asked(given));
+}
+
 int32_t ggml_type_of(const std::string & name) {
     for (int32_t type = 0; type < GGML_TYPE_COUNT; ++type) {
         const char * known = ggml_type_name((ggml_type) type);
@@ -48,7 +52,7 @@ extern "C" bool subkv_resolve(const subkv_cache_request * request, subkv_cache_c
     return guarded("model", [&] {
         thread_local CacheChoice choice;
         subkv_cache_choice &     given = not_null(out, "subkv_resolve: out");
-        choice                         = resolve(asked(not_null(request, "subkv_resolve: request")));
+        choice                         = chosen(not_null(request, "subkv_resolve: request"));
         given                          = { choice.type_k.c_str(),
                                            choice.type_v.c_str(),
                                            ggml_type_of(choice.type_k),

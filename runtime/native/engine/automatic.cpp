@@ -9,10 +9,10 @@
 #include "log_line.h"
 #include "model_file.h"
 #include "numbers.h"
+#include "variables.h"
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -49,16 +49,16 @@ public:
         return owner == owners_.end() || owner->second == model || same_content(owner->second, model);
     }
 
-    void set(const std::string & value, const std::string & model) {
+    bool set(const std::string & value, const std::string & model) {
         std::lock_guard<std::mutex> lock(mutex_);
-        owners_.emplace(value, model);
+        return owners_.emplace(value, model).second;
     }
 
 private:
     static bool same_content(const std::string & a, const std::string & b) {
         try {
             return model_content(a) == model_content(b);
-        } catch (const Invalid &) { // one of them comes from a stream, or its file is gone
+        } catch (const Invalid &) { // one of them comes from a stream, its file is gone, or it is a digest
             return false;
         }
     }
@@ -101,7 +101,7 @@ CacheChoice named_choice(CacheChoice (*decide)(const CacheRequest &), const Cach
 std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const CacheRequest & asked,
                                            const std::string & setting) {
     const CacheChoice type = named_choice(choose_type, asked);
-    if (!type.coded() && (setting.empty() || setting == "off")) {
+    if (!type.coded() && !asks_coded(setting)) {
         return nullptr;
     }
     if (!desc.no_cache.empty()) {
@@ -133,8 +133,8 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const CacheRe
         }
     }
     auto cache = std::make_shared<Cache>(desc, choice, nullptr);
-    if (asked.variables == Variables::ALL && setting != "auto" && !setting.empty()) {
-        owners.set(setting, asked.model);
+    if (asked.variables == Variables::ALL && asks_coded(setting)) {
+        own_setting(asked.model);
     }
     if (!desc.no_alloc) {
         cache->announce(choice.words);
@@ -144,6 +144,14 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const CacheRe
 
 } // namespace
 
+Variables variables_for(const std::string & model) {
+    return owners.may_use(cache_setting(), model) ? Variables::ALL : Variables::OF_ANOTHER;
+}
+
+bool own_setting(const std::string & model) {
+    return owners.set(cache_setting(), model);
+}
+
 CacheChoice resolve_for_program(const CacheRequest & asked) {
     return named_choice(resolve, asked);
 }
@@ -151,19 +159,18 @@ CacheChoice resolve_for_program(const CacheRequest & asked) {
 std::string cache_line(const Cache & cache, const RowSizes & rows, int32_t n_windows) {
     subkv_stats stats;
     cache.stats(rows, stats);
-    const double     window    = (double) stats.bytes_window / cache.n_seq();
-    const double     coded     = (double) stats.bytes_codes + n_windows * window;
-    const double     size      = coded + (double) (stats.bytes_stock + stats.bytes_bases);
-    const double     f16       = (double) stats.bytes_f16;
-    constexpr double Q8_0      = 8.5 / 16.0; // of f16
-    const double     than_q8_0 = Q8_0 * f16 / size;
-    const auto       mib       = [](double bytes) { return decimals(bytes / (1 << 20), 1); };
-    const bool       further   = n_windows < cache.n_seq() && window > 0.0;
-    const uint32_t   ordinary  = stats.n_layer_sliding + stats.n_layer_other;
-    const uint32_t   n_layer   = stats.n_layer_coded + ordinary;
-    const double     all       = (double) (stats.bytes_codes + stats.bytes_window);
-    const bool       slides    = stats.n_layer_sliding > 0 && stats.n_swa > 0;
-    std::string      layers    = std::to_string(n_layer) + " layers";
+    const double   window    = (double) stats.bytes_window / cache.n_seq();
+    const double   coded     = (double) stats.bytes_codes + n_windows * window;
+    const double   size      = coded + (double) (stats.bytes_stock + stats.bytes_bases);
+    const double   f16       = (double) stats.bytes_f16;
+    const double   than_q8_0 = element_bits(GGML_TYPE_Q8_0) / 16.0 * f16 / size;
+    const auto     mib       = [](double bytes) { return decimals(bytes / (1 << 20), 1); };
+    const bool     further   = n_windows < cache.n_seq() && window > 0.0;
+    const uint32_t ordinary  = stats.n_layer_sliding + stats.n_layer_other;
+    const uint32_t n_layer   = stats.n_layer_coded + ordinary;
+    const double   all       = (double) (stats.bytes_codes + stats.bytes_window);
+    const bool     slides    = stats.n_layer_sliding > 0 && stats.n_swa > 0;
+    std::string    layers    = std::to_string(n_layer) + " layers";
     if (slides) {
         layers = std::to_string(n_layer - stats.n_layer_sliding) + " of " + layers + " grow with the context, " +
                  std::to_string(stats.n_layer_sliding) + " slide over " + std::to_string(stats.n_swa) + " tokens";
@@ -187,10 +194,9 @@ void Cache::created(const RowSizes & rows) {
 }
 
 std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc) {
-    const char *      value   = std::getenv("SUBKV");
-    const std::string setting = value ? value : "";
+    const std::string setting = cache_setting();
     CacheRequest      asked   = desc.request;
-    asked.variables           = owners.may_use(setting, asked.model) ? Variables::ALL : Variables::OF_ANOTHER;
+    asked.variables           = variables_for(asked.model);
     try {
         return requested_cache(desc, asked, setting);
     } catch (const std::exception & e) {

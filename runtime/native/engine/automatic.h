@@ -19,6 +19,11 @@ std::string cache_line(const Cache & cache, const RowSizes & rows, int32_t n_win
 // resolve(), with errors in the words of llama.cpp's programs, which do not know the fields of a request. Throws Invalid.
 CacheChoice resolve_for_program(const CacheRequest & asked);
 
+// The variables that count for a model, which is its file, or in the plug-in the digest of its weights. The value of
+// SUBKV belongs to the first model that calls own_setting(), which returns whether it is this one.
+Variables variables_for(const std::string & model);
+bool      own_setting(const std::string & model);
+
 // The cache that the context's types or the environment request, or nullptr for an ordinary cache. Throws Invalid, with
 // the error set, if SUBKV's file or the model's own bases cannot be used.
 std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc);

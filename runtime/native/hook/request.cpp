@@ -131,9 +131,8 @@ subkv::cache_new_fn llama_subkv::request::cache_new() {
     const auto ours    = [](ggml_type type) { return is_coded(type) || type == LLAMA_SUBKV_TYPE_AUTO; };
     const bool by_type = ours(t_types.k) || ours(t_types.v);
 
-    const char *      value   = std::getenv("SUBKV");
-    const std::string setting = value ? value : "";
-    const bool        needed  = by_type || (!setting.empty() && setting != "off");
+    const std::string setting = subkv::cache_setting();
+    const bool        needed  = by_type || subkv::asks_coded(setting);
     std::string       why;
     const auto *      library = llama_subkv_library(needed, why);
     if (!library && needed) {

@@ -59,8 +59,8 @@ SUBKV_API const char * subkv_device_kernel_name(void);
 //
 
 // The constants of rows, files and caches as JSON: the names of kernels/include/subkv/format.h in lower case;
-// "planes": bits of a band -> bits of its planes, low bits first; "scales": [256] scale of each scale code, as the bits
-// of an f32.
+// "cache_types": name of an ordinary cache type -> number in ggml, bits per element; "planes": bits of a band -> bits of
+// its planes, low bits first; "scales": [256] scale of each scale code, as the bits of an f32.
 SUBKV_API const char * subkv_constants(void);
 
 // Rows of one KV head, with bands [n_bands][2] as coefficients and bits, ratio [n_bands], c [n][rank] f32 coefficients,
@@ -156,7 +156,7 @@ enum {
 
 // What is asked of a K/V cache. NULL, "", a number of tokens below 0 and 0 bits are not asked.
 typedef struct subkv_cache_request {
-    const char * model; // first file
+    const char * model; // first file; NULL: only the request is checked, and no bases are searched
     const char * type; // of keys and values: "auto", "subkv", "subkv:BITS", "subkv:FILE" (with bases) or a type of ggml
     // The type of one side. A side that is not asked has `type`, or f16. "auto" or a coded type is for both sides.
     const char * type_k;

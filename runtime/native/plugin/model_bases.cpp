@@ -5,9 +5,9 @@
 #include "model_file.h"
 #include "plugin.h"
 #include "process_models.h"
+#include "variables.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <mutex>
@@ -18,13 +18,14 @@ namespace subkv::plugin {
 
 namespace {
 
-std::string setting() {
-    const char * value = std::getenv("SUBKV");
-    return value && *value ? value : "off";
-}
-
-bool names_file(const std::string & value) {
-    return value != "auto" && value != "subkv" && value != "off";
+// What the variables ask for every model of this process.
+const CacheChoice & asked_of_all() {
+    static const CacheChoice choice = [] {
+        CacheRequest asked;
+        asked.variables = Variables::ALL;
+        return choose_type(asked);
+    }();
+    return choice;
 }
 
 // What SUBKV and the cache folder have, read once per process.
@@ -36,12 +37,12 @@ struct Known {
     std::set<std::string>    weights;
 
     Known() {
-        const std::string value = setting();
-        if (value == "off") {
+        if (is_off()) {
             return;
         }
+        const std::string & file = asked_of_all().path;
         try {
-            named = names_file(value) ? bases_of_weights(value) : StoredBases{};
+            named = file.empty() ? StoredBases{} : bases_of_weights(file);
         } catch (const Invalid & e) {
             named_why = e.what();
         }
@@ -104,10 +105,6 @@ bool has_gaps(const std::function<bool(int32_t il)> & has_layer) {
     return false;
 }
 
-// The digest of the model that the value of SUBKV belongs to, for those bases.
-std::mutex  owner_mutex;
-std::string owner;
-
 CacheChoice no_bases(std::string why) {
     CacheChoice none;
     none.automatic = true;
@@ -119,7 +116,7 @@ CacheChoice no_bases(std::string why) {
 CacheChoice loaded(const StoredBases & bases, bool required, const std::function<bool(int32_t il)> & has_layer) {
     CacheRequest asked;
     asked.type                                  = "subkv";
-    asked.variables                             = Variables::OF_ANOTHER; // the caller has read SUBKV
+    asked.variables                             = Variables::OF_ANOTHER; // the caller has asked choose_type()
     (bases.derived ? asked.model : asked.bases) = bases.path;
     asked.sidecar                               = false;
     asked.slides       = std::not_fn(has_layer); // the other half of a cache with sliding windows
@@ -136,7 +133,7 @@ bool is_identified_by(const StoredBases & bases, const char * weight) {
 } // namespace
 
 bool is_off() {
-    return setting() == "off";
+    return !asked_of_all().coded();
 }
 
 bool identifies_model(const char * weight) {
@@ -173,8 +170,8 @@ const ggml_tensor * GraphWeights::find(const std::string & name) const {
 
 std::optional<CacheChoice> find_model_bases(const GraphWeights & weights, Seen seen,
                                             const std::function<bool(int32_t il)> & has_layer) {
-    const std::string value = setting();
-    const Known &     known = Known::get();
+    const CacheChoice & asked = asked_of_all();
+    const Known &       known = Known::get();
 
     // A model's derivable layers, and those of some files, include the sliding ones, which stay f16.
     const auto fits = [&](const StoredBases & bases) {
@@ -191,33 +188,31 @@ std::optional<CacheChoice> find_model_bases(const GraphWeights & weights, Seen s
         return no_bases((slides ? "it is of the sliding layers of " : "it does not have all layers of ") + path);
     };
 
-    const std::lock_guard<std::mutex> lock(owner_mutex);
+    static std::mutex                 mutex; // the first model owns SUBKV
+    const std::lock_guard<std::mutex> lock(mutex);
     if (!known.named_why.empty()) {
         throw Invalid(known.named_why);
     }
-    if (names_file(value)) {
+    if (!asked.path.empty()) {
         if (!fits(known.named)) {
-            return part(value);
+            return part(asked.path);
         }
-        const bool        first  = owner.empty();
         const std::string digest = digest_of(weights, known.named);
-        if (first || digest == owner) {
-            const CacheChoice found = loaded(known.named, true, has_layer);
-            if (known.named.weights.empty() || digest.empty()) {
-                if (first) {
-                    log_line(value +
-                             (digest.empty() ? ": this model's weights cannot be compared" :
-                                               ": it does not say which weights its model has") +
-                             "; the bases must be of this model");
-                }
-            } else if (digest != known.named.weights) {
-                refuse(value, "bases of this model", "those of another model (" + std::string(WEIGHTS_KEY) + ")");
+        if (variables_for(digest) == Variables::ALL) {
+            const CacheChoice found   = loaded(known.named, true, has_layer);
+            const bool        unknown = known.named.weights.empty() || digest.empty();
+            if (!unknown && digest != known.named.weights) {
+                refuse(asked.path, "bases of this model", "those of another model (" + std::string(WEIGHTS_KEY) + ")");
             }
-            owner = digest.empty() ? "?" : digest;
+            if (own_setting(digest.empty() ? "?" : digest) && unknown) {
+                log_line(asked.path +
+                         (digest.empty() ? ": this model's weights cannot be compared" :
+                                           ": it does not say which weights its model has") +
+                         "; the bases must be of this model");
+            }
             return found;
         }
     }
-    const bool  required = value == "subkv" && owner.empty();
     std::string partly; // bases of this model, whose layers several caches have
     bool        later   = false;
     auto        usable  = known.stored;
@@ -227,7 +222,10 @@ std::optional<CacheChoice> find_model_bases(const GraphWeights & weights, Seen s
         const std::string digest = digest_of(weights, bases);
         const bool        same   = !digest.empty() && digest == bases.weights;
         if (same && fits(bases)) {
-            owner = required ? digest : owner;
+            const bool required = !asked.automatic && variables_for(digest) == Variables::ALL;
+            if (required) {
+                own_setting(digest);
+            }
             return loaded(bases, required, has_layer);
         }
         partly = same && partly.empty() ? bases.path : partly;
@@ -244,8 +242,8 @@ std::optional<CacheChoice> find_model_bases(const GraphWeights & weights, Seen s
         why = "no bases for this model in " + std::string(subkv_sidecar_folder()) +
               ", and none of the files that this process has open is its model";
     }
-    if (required) {
-        throw Invalid("SUBKV=subkv: " + why);
+    if (!asked.automatic && variables_for("") == Variables::ALL) { // no model has got its cache
+        throw Invalid("SUBKV=" + cache_setting() + ": " + why);
     }
     return no_bases(why);
 }

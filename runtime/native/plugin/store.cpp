@@ -221,8 +221,8 @@ void Store::decide(ggml_cgraph * graph, const GraphUse & use, bool full) {
                 throw;
             }
             if (!bases_.automatic) {
-                throw Invalid({ e.error.kind, std::string("SUBKV=") + std::getenv("SUBKV"), e.what(),
-                                "SUBKV=off runs with an ordinary cache" });
+                throw Invalid(
+                    { e.error.kind, "SUBKV=" + cache_setting(), e.what(), "SUBKV=off runs with an ordinary cache" });
             }
             bases_.words = e.what();
         } catch (...) {

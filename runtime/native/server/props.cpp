@@ -1,6 +1,8 @@
 // props.cpp: the cache in /props. Part of llama-server.
 #include "llama-subkv-server.h"
 
+#include "cache_request.h"
+
 namespace llama_subkv_server {
 
 json kv_cache() {
@@ -14,7 +16,7 @@ json kv_cache() {
         { "bits", usage.bits },
         { "bytes", usage.bytes },
         { "bytes_f16", usage.bytes_f16 },
-        { "times_smaller", { { "f16", times(16.0) }, { "q8_0", times(8.5) } } },
+        { "times_smaller", { { "f16", times(16.0) }, { "q8_0", times(subkv::element_bits(GGML_TYPE_Q8_0)) } } },
         { "layers", { { "coded", usage.n_coded }, { "sliding", usage.n_sliding }, { "other", usage.n_other } } },
         { "sliding_window", usage.n_swa > 0 ? json(usage.n_swa) : json(nullptr) },
         { "n_cells", usage.n_cells },
