@@ -47,8 +47,11 @@ class Constants:
     max_heads_kv: int
     max_sink: int
     max_recent: int
+    n_sink: int
+    """Default of the exact window, as n_recent and n_rollback."""
+    n_recent: int
     n_rollback: int
-    """Default number of exact rows that a cache keeps beyond n_recent."""
+    """Exact rows that a cache keeps beyond n_recent."""
     cache_types: dict[str, tuple[int, float]]
     """Name of an ordinary cache type -> number in ggml, and bits per element."""
     planes: dict[int, tuple[int, ...]]

@@ -174,7 +174,8 @@ def test_widths_are_those_of_the_table() -> None:
 
 def test_defaults_and_limits_are_those_of_libsubkv() -> None:
     c = constants()
-    assert (c.max_sink, c.max_recent, c.n_rollback) == (window.MAX_SINK, window.MAX_RECENT, window.N_ROLLBACK)
+    assert (c.max_sink, c.max_recent) == (window.MAX_SINK, window.MAX_RECENT)
+    assert (c.n_sink, c.n_recent, c.n_rollback) == (window.N_SINK, window.N_RECENT, window.N_ROLLBACK)
     assert (c.max_layers, c.max_heads_kv) == (calibration.MAX_LAYERS, calibration.MAX_HEADS)
     assert (c.max_head_size, c.band_step, c.version) == (calibration.MAX_HEAD_SIZE, GROUP, metadata.VERSION)
     assert c.widths == WIDTHS

@@ -208,3 +208,6 @@ def test_types_that_the_program_refuses(words: Path, tmp_path: Path) -> None:
         for start in (by_itself, by_run, by_serve):
             with started(start("llama-server", "-m", str(words), *arguments), tmp_path) as server:
                 assert why in server.log and server.process.poll() == 1
+    with started(by_itself("llama-server", "-m", str(words), "-ctk", "subkv:4,25"), tmp_path) as server:
+        assert "expected subkv:BITS with bits per element, such as subkv:4.25, found subkv:4,25" in server.log
+        assert server.process.poll() == 1

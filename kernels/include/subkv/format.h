@@ -60,6 +60,9 @@ constexpr int MAX_RECENT            = 65536;
 // caches
 //
 
-constexpr int32_t N_ROLLBACK = 16; // default number of exact rows beyond n_recent
+// defaults of the exact window; python/subkv/format/window.py has the same, and a test compares them
+constexpr int32_t DEFAULT_SINK     = 4;
+constexpr int32_t DEFAULT_RECENT   = 128;
+constexpr int32_t DEFAULT_ROLLBACK = 16; // exact rows beyond n_recent
 
 } // namespace subkv

@@ -34,6 +34,7 @@ struct TileFields {
 };
 
 // For codes of 3, 5 and 6 bits most registers use one line, and the others combine the unused bits of several lines.
+// Widths without a case have no fields.
 SUBKV_EVERYWHERE TileFields tile_fields(int32_t bits, int32_t rho) {
     const int32_t half = rho / 4, quarter = rho % 4;
     switch (bits) {
@@ -50,7 +51,8 @@ SUBKV_EVERYWHERE TileFields tile_fields(int32_t bits, int32_t rho) {
             return quarter < 3 ?
                        TileFields{ 1, { { 3 * half + quarter, 0, 6, 0 } } } :
                        TileFields{ 3, { { 3 * half, 6, 2, 0 }, { 3 * half + 1, 6, 2, 2 }, { 3 * half + 2, 6, 2, 4 } } };
-        default: return { 1, { { rho, 0, 8, 0 } } };
+        case 8: return { 1, { { rho, 0, 8, 0 } } };
+        default: return {};
     }
 }
 

@@ -1,7 +1,7 @@
 // widths.h: the widths of codes with their constants (converter/FORMAT.md §2, §3), one line each. All other code reads
 // them from here: C++ and CUDA by the functions below and by these macros, shaders by the tables that vulkan/ops.cpp
-// writes, Python by subkv_triton/widths.py, which `python cmake/widths.py` writes. tiles.h has the fields of each
-// width.
+// writes, Triton by subkv_triton/widths.py, which `python cmake/widths.py` writes. tiles.h has the fields of each
+// width, and docs/development.md lists all places of a new one.
 #pragma once
 
 #include <cstdint>

@@ -14,8 +14,8 @@ import numpy as np
 
 from subkv.format.arrays import F64
 
-WIDTHS = (2, 3, 4, 5, 6, 8, 16)  # bits of a band, FORMAT.md §2
-CODED_WIDTHS = (2, 3, 4, 5, 6, 8)  # those with integer codes
+WIDTHS = (2, 3, 4, 5, 6, 8, 16)  # bits of a band, FORMAT.md §2 (widths.h; a test compares them)
+CODED_WIDTHS = WIDTHS[:-1]  # those with integer codes
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 

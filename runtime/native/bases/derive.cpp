@@ -28,13 +28,13 @@ const char * const DERIVED_GENERATOR = "subkv " SUBKV_VERSION ", weights 3";
 
 namespace {
 
-// These are as in tests/format/derived_numpy.py and pipeline.py.
+// tests/format/derived_numpy.py has the same numbers.
 constexpr int    CONTEXT        = 8192;  // for which bits per element are computed
 constexpr int    LATENT_CONTEXT = 32768; // the same for latent attention, whose rows are small compared with its bases
 constexpr double VALUE_WEIGHT   = 0.7;
 constexpr double STEP_FLOOR     = 1e-6;
-constexpr int    N_SINK = 4, N_RECENT = 128;
-constexpr int    MOST_HEADS = 1 << 16;
+constexpr float  HALVES_ABOVE   = 6.5f; // bits per element; recent rows of larger budgets are halves
+constexpr int    MOST_HEADS     = 1 << 16;
 
 using Doubles = std::vector<double>;
 
@@ -525,12 +525,12 @@ void write_heads(BlockWriter block, const LayerSpec & spec, const std::vector<Ke
 }
 
 std::shared_ptr<const Layout> planned(const Estimates & model, float budget, int n_sink, int n_recent) {
-    const bool   halves = model.latent || budget > DERIVED_BUDGET; // recent rows
+    const bool   halves = model.latent || budget > HALVES_ABOVE; // recent rows
     PlanOverhead overhead;
     overhead.context     = model.latent ? LATENT_CONTEXT : CONTEXT;
     overhead.n_sink      = n_sink;
     overhead.n_recent    = n_recent;
-    overhead.n_rollback  = N_ROLLBACK;
+    overhead.n_rollback  = DEFAULT_ROLLBACK;
     overhead.recent_bits = halves ? 16 : RECENT_BITS;
 
     const std::vector<PlannedHead> heads   = model.latent ? latent_heads(model) : heads_of(model);
@@ -606,8 +606,8 @@ std::shared_ptr<const Layout> derive_layout(const std::string & model, const std
     const float                             bits      = budget == 0.0f ? default_budget(*estimates, sliding) : budget;
     const std::lock_guard<std::mutex>       lock(mutex);
     if (of != estimates || last->budget != bits || of_sliding != sliding) {
-        last       = planned(sliding.empty() ? *estimates : without(*estimates, sliding), bits, N_SINK, N_RECENT);
-        of         = estimates;
+        last = planned(sliding.empty() ? *estimates : without(*estimates, sliding), bits, DEFAULT_SINK, DEFAULT_RECENT);
+        of   = estimates;
         of_sliding = sliding;
     }
     return last;

@@ -4,6 +4,7 @@
 
 #include "layout_keys.h"
 #include "quantizer.h"
+#include "subkv/widths.h"
 
 #include <algorithm>
 #include <cmath>
@@ -21,7 +22,6 @@ constexpr double SLOPE      = 1e-3;
 constexpr double COHERENCE  = 20.0;
 constexpr double WIDE_FROM  = 6.0; // bits per element in rows from which bands of 16 bits are planned
 constexpr int    STEP_BITS  = 16;  // of a head's exact recent row in integers
-constexpr int    WIDTHS[]   = { 2, 3, 4, 5, 6, 8, 16 };
 constexpr int    MOST_CODED = 8;
 
 double basis_bits(const PlannedHead & head, const PlanOverhead & overhead) {

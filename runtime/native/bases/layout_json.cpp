@@ -403,7 +403,8 @@ std::string constants_to_json() {
         << ",\"scale_candidates_below\":" << SCALE_CANDIDATES_BELOW << ",\"half_max\":" << (int) HALF_MAX
         << ",\"max_bands\":" << MAX_BANDS << ",\"max_head_size\":" << MAX_HEAD_SIZE << ",\"band_step\":" << BAND_STEP
         << ",\"max_layers\":" << MAX_LAYERS << ",\"max_heads_kv\":" << MAX_HEADS_KV << ",\"max_sink\":" << MAX_SINK
-        << ",\"max_recent\":" << MAX_RECENT << ",\"n_rollback\":" << N_ROLLBACK << ",\"cache_types\":{";
+        << ",\"max_recent\":" << MAX_RECENT << ",\"n_sink\":" << DEFAULT_SINK << ",\"n_recent\":" << DEFAULT_RECENT
+        << ",\"n_rollback\":" << DEFAULT_ROLLBACK << ",\"cache_types\":{";
     for (const ggml_type type : ORDINARY_TYPES) {
         out << (type == ORDINARY_TYPES[0] ? "" : ",") << '"' << ggml_type_name(type) << "\":[" << (int) type << ','
             << element_bits(type) << ']';

@@ -195,7 +195,7 @@ void give_window(CacheChoice & choice, const CacheRequest & asked) {
     const auto     named     = [&](const char * name) { return variables ? name : nullptr; };
     choice.n_sink            = tokens(asked.n_sink, named("SUBKV_SINK"), MAX_SINK, l.n_sink);
     choice.n_recent          = tokens(asked.n_recent, named("SUBKV_RECENT"), MAX_RECENT, l.n_recent);
-    choice.n_rollback        = tokens(asked.n_rollback, named("SUBKV_ROLLBACK"), MAX_RECENT, N_ROLLBACK);
+    choice.n_rollback        = tokens(asked.n_rollback, named("SUBKV_ROLLBACK"), MAX_RECENT, DEFAULT_ROLLBACK);
     // Sensitivities include errors beyond the window only, so these bases may have any error inside it.
     if ((l.basis_k == "kld-aware" || l.basis_v == "kld-aware") && choice.n_recent < l.n_recent) {
         throw Invalid({ SUBKV_ERROR_INVALID, "n_recent",

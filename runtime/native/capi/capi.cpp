@@ -23,7 +23,7 @@ struct Pending {
 thread_local Pending pending;
 
 // Runs inside llama_init_from_model, on the thread that called it.
-std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
+std::shared_ptr<CacheHook> cache_of_next_context(const CacheDesc & desc) {
     if (desc.sliding) {
         return nullptr;
     }
@@ -200,8 +200,9 @@ const LlamaCalls * subkv::llama_calls() {
 }
 
 extern "C" SUBKV_API const SubkvCalls * subkv_connect(const LlamaCalls * llama) {
-    static const SubkvCalls calls = { cache_new,         [] { pending = {}; },     subkv_last_error, subkv_get_stats,
-                                      subkv_kernel_name, subkv_device_kernel_name, store_calls() };
+    static const SubkvCalls calls = { cache_of_next_context, [] { pending = {}; }, subkv_last_error,
+                                      subkv_get_stats,       subkv_kernel_name,    subkv_device_kernel_name,
+                                      store_calls() };
     connected                     = llama;
     set_log(llama->log);
     return &calls;

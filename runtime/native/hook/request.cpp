@@ -7,6 +7,7 @@
 #include "variables.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <mutex>
 #include <stdexcept>
@@ -74,7 +75,13 @@ std::string asked_type(ggml_type type) {
 ggml_type llama_subkv_type(const std::string & name) {
     if (name.rfind("subkv:", 0) == 0) {
         const float budget = subkv::parse_budget(name.substr(6));
-        return budget > 0.0f ? t_bits.type_of(budget) : GGML_TYPE_COUNT;
+        if (budget > 0.0f) {
+            return t_bits.type_of(budget);
+        }
+        // Programs refuse it, too. Their log does not write before options are read.
+        std::fprintf(stderr, "cache type: expected subkv:BITS with bits per element, such as subkv:4.25, found %.60s\n",
+                     name.c_str());
+        return GGML_TYPE_COUNT;
     }
     return name == "subkv" ? LLAMA_SUBKV_TYPE :
            name == "auto"  ? LLAMA_SUBKV_TYPE_AUTO :

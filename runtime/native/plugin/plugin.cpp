@@ -188,7 +188,7 @@ bool is_patched() {
         void * library =
             std::strstr(info->dlpi_name, "libllama") ? dlopen(info->dlpi_name, RTLD_LAZY | RTLD_NOLOAD) : nullptr;
         if (library) {
-            *(bool *) result |= dlsym(library, "_Z20llama_subkv_store_onv") != nullptr; // hook/store.cpp
+            *(bool *) result |= dlsym(library, "_Z20llama_subkv_store_onv") != nullptr; // hook/prompt_store.cpp
             dlclose(library);
         }
         return 0;

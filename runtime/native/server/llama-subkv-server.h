@@ -64,16 +64,16 @@ void put(const Slot & slot, const server_prompt_data & data, llama_context * ctx
 }
 
 // All slots are idle: stores one prompt at most, so that requests need not wait.
-void put_idle(const std::vector<slot_view> & slots, llama_context * ctx, llama_context * draft);
+void put_idle(const std::vector<slot_view> & slots, llama_context * ctx);
 
-template <typename Slots> void put_idle(Slots & slots, llama_context * ctx, llama_context * draft) {
-    put_idle(views_of(slots), ctx, draft);
+template <typename Slots> void put_idle(Slots & slots, llama_context * ctx) {
+    put_idle(views_of(slots), ctx);
 }
 
 // The server is about to free its contexts (shutdown or sleep): stores the prompts of all slots.
 void put_all(const std::vector<slot_view> & slots, llama_context * ctx);
 
-template <typename Slots> void put_all(Slots & slots, llama_context * ctx, llama_context *) {
+template <typename Slots> void put_all(Slots & slots, llama_context * ctx) {
     put_all(views_of(slots), ctx);
 }
 

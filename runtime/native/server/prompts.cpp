@@ -238,7 +238,7 @@ void put(int id, const server_prompt & prompt, const server_task * task, const s
     store(id, prompt, task, data, ctx, draft, false);
 }
 
-void put_idle(const std::vector<slot_view> & slots, llama_context * ctx, llama_context * /* draft */) {
+void put_idle(const std::vector<slot_view> & slots, llama_context * ctx) {
     llama_subkv_usage_set(ctx); // a GPU counts rows that are not finite itself
     moved_runs.clear();         // of requests that ended early
     if (!llama_subkv_store_on()) {

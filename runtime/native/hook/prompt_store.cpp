@@ -1,5 +1,5 @@
-// store.cpp: the process's store of prompts on disk, for programs (llama-subkv-programs.h); libsubkv has the store itself.
-// Part of libllama.
+// prompt_store.cpp: the process's store of prompts on disk, for programs (llama-subkv-programs.h). libsubkv has the
+// store itself. Part of libllama.
 #include "llama-subkv-programs.h"
 
 #include "llama-subkv-library.h"
