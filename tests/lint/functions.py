@@ -14,7 +14,6 @@ LONG = {
     "kernels/triton/subkv_triton/attend.py": {"_attend": 112, "attend": 85},
     "kernels/triton/subkv_triton/combine.py": {"_combine": 88},
     "runtime/native/bases/derive.cpp": {"planned": 83},
-    "runtime/native/cuda/device_cuda.cpp": {"CudaLayer": 103},
     "tests/kernels/cuda_calls.py": {"__init__": 96},
     "tests/kernels/vulkan/device.cpp": {"Device": 120},
     "tests/runtime/eviction.cpp": {"main": 96},
