@@ -39,6 +39,8 @@ template <int F> struct Shared {
     int        octets;   // of values
     size_t     bytes;
 
+    __device__ explicit Shared(const Queries<F> & of) : queries(of) {} // without its other parts
+
     __host__ __device__ Shared(unsigned char * base, const Job & job) : queries(nullptr, job.c.a.layer.width_k) {
         constexpr size_t EXCHANGE = WARPS * 4 * EXCHANGE_PITCH * sizeof(uint32_t);
         constexpr size_t WHOLE    = F * (8 * WEIGHT_PITCH + 4 * 2 * TILE * sizeof(float));
@@ -159,17 +161,17 @@ template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int t
     }
 }
 
-// Adds the products of 16-bit bands: query rows lane % 4 of G times the halves of four cells.
+// Adds the products of 16-bit bands: query rows lane % 4 of G times the halves of four cells of a quarter.
 template <int F>
-__device__ inline void add_halves(const Shared<F> & s, const float * q, int64_t width, int G, int to_second,
-                                  float (&sum)[F][MOST_TILES][2]) {
-    const int cell = (int) threadIdx.x / WARP * 16 + (int) threadIdx.x % WARP / 4;
+__device__ inline void add_halves(const Shared<F> & s, const float * q, int64_t width, int G, const uint8_t * tiles,
+                                  int to_second, int quarter, float (&sum)[F][MOST_TILES][2]) {
+    const int cell = 16 * quarter + (int) threadIdx.x % WARP / 4;
 #pragma unroll 1
     for (int i = 0; i < s.plan->keys.runs.n; ++i) {
         const Run run = s.plan->keys.runs.run[i];
 #pragma unroll 1
         for (int j = 0; run.halves() && j < 8 * run.n(); ++j) {
-            const uint16_t * x = half_of(s.k + run.at(), j, cell);
+            const uint16_t * x = half_of(tiles + run.at(), j, cell);
 #pragma unroll
             for (int t = 0; t < MOST_TILES; ++t) {
 #pragma unroll
@@ -297,14 +299,9 @@ __device__ inline void add_run(Width<BITS>, const Shared<F> & s, const Run & run
     }
 }
 
-// Adds values to the sums of this warp's octets.
-template <int F>
-__device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to_second, const Softmax (&rows)[F]) {
-    const int        lane = (int) threadIdx.x % WARP, j = lane / 4;
-    const uint8_t *  tile    = s.v + lane % 4 / 2 * to_second + lane % 2 * 4;
-    const Weights<F> weights = read_weights(s);
-
-    Choices before[QUARTERS];
+// The choices before the first octet of these runs, for every quarter of the cells. tile: at the lane's bytes
+__device__ inline void read_value_choices(const Runs & runs, const uint8_t * tile, Choices (&before)[QUARTERS]) {
+    const int j = (int) threadIdx.x % WARP / 4;
 #pragma unroll 1
     for (int i = 1; i >= 0 && runs.on_path; --i) {
         const Place place = runs.before[i];
@@ -315,6 +312,20 @@ __device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to
             }
         });
     }
+}
+
+// The lane's bytes of tiles whose second one is at an offset of to_second bytes.
+__device__ inline const uint8_t * value_bytes(const uint8_t * tiles, int to_second) {
+    const int lane = (int) threadIdx.x % WARP;
+    return tiles + lane % 4 / 2 * to_second + lane % 2 * 4;
+}
+
+// Adds the values of these runs to their sums.
+template <int F>
+__device__ inline void add_runs(const Shared<F> & s, const Runs & runs, const uint8_t * tiles, int to_second,
+                                Choices (&before)[QUARTERS], const Weights<F> & weights, const Softmax (&rows)[F]) {
+    const int       lane = (int) threadIdx.x % WARP, j = lane / 4;
+    const uint8_t * tile = value_bytes(tiles, to_second);
 #pragma unroll 1
     for (int i = 0; i < runs.n; ++i) {
         const Run run = runs.run[i];
@@ -328,7 +339,7 @@ __device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to
                 float         sum = 0.0f;
 #pragma unroll 1
                 for (int c = 0; c < 2 * TILE; ++c) {
-                    const uint8_t * of = s.v + c / TILE * to_second + run.at() + 16 * LINE * o;
+                    const uint8_t * of = tiles + c / TILE * to_second + run.at() + 16 * LINE * o;
                     // masked halves may be infinite
                     sum += p[c] > 0.0f ? p[c] * from_half(*half_of(of, j, c % TILE)) : 0.0f;
                 }
@@ -337,6 +348,16 @@ __device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to
             }
         }
     }
+}
+
+// Adds values to the sums of this warp's octets.
+template <int F>
+__device__ inline void add_values(const Shared<F> & s, const Runs & runs, const uint8_t * tiles, int to_second,
+                                  const Softmax (&rows)[F]) {
+    const Weights<F> weights = read_weights(s);
+    Choices          before[QUARTERS];
+    read_value_choices(runs, value_bytes(tiles, to_second), before);
+    add_runs(s, runs, tiles, to_second, before, weights, rows);
 }
 
 } // namespace subkv::cuda

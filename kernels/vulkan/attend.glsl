@@ -58,6 +58,94 @@ uvec2 choices_before(Head head, uint tile, uint c, uint x) {
 #    include "values.glsl"
 #endif
 
+// A split's work: query rows r0 to r0 + n_rows - 1 of a stream and KV head.
+struct Work {
+    uint h, stream, r0, n_rows;
+    uint first; // number of the first query row
+};
+
+// Reads what the mask adds to a cell's logit of every row, or HIDDEN. Returns whether any row sees the cell.
+bool read_biases(Work w, uint cell, uint c_end, out float bias[ROWS]) {
+    const int pos        = cell < c_end ? cell_pos[p.cell_pos_at + w.stream * p.n_kv + cell] : 0;
+    bool      is_visible = false;
+    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+        bias[r] = HIDDEN;
+        if (cell < c_end && r < w.n_rows) {
+            const uint token = w.stream * p.n_tps + (w.r0 + r) / tables[N_GROUP];
+            if (!is_exact(pos, token_pos(token))) {
+                bias[r] = mask_value(p.mask_at + token * p.n_kv + cell, p.mask_half);
+            }
+        }
+        is_visible = is_visible || bias[r] != HIDDEN;
+    }
+    return is_visible;
+}
+
+// Makes logits of products, and `put`s them. Returns the bits of rows that the cell makes NaN.
+uint put_logits(Work w, uint me, const float bias[ROWS], bool bad_k, inout float logit[ROWS]) {
+    const uint group = tables[N_GROUP];
+    uint       lost  = 0;
+    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+        if (bias[r] == HIDDEN) {
+            logit[r] = HIDDEN;
+        } else {
+            const float slope = slope_of(w.h * group + (w.r0 + r) % group);
+            const float shift = queries[p.shift_at + w.first + r];
+            const bool  bad   = bad_k || bias[r] == LOST || !finite(shift) || !finite(logit[r] + shift);
+            logit[r]          = bad ? HIDDEN : capped(logit[r] + shift, p.softcap) + slope * bias[r];
+            lost |= (bad ? 1u : 0u) << r;
+        }
+        put(r * TILE + me, logit[r]);
+    }
+    return lost;
+}
+
+// Finds the largest number of each part of a row.
+void find_tops(uint me) {
+    barrier();
+    for (uint i = me; i < RANKED * PARTS; i += TILE) {
+        float top = HIDDEN;
+        for (uint c = 0; c < TILE / PARTS; ++c) {
+            top = max(top, get(i * (TILE / PARTS) + c));
+        }
+        tops[i] = top;
+    }
+    barrier();
+}
+
+// Writes a split's states and sums. lost: this thread's part of lost_rows
+void store_split(Work w, uint me, uint out_row, Values values, uint lost, const float m[ROWS], const float z[ROWS],
+                 const float acc[N_ACC]) {
+    [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
+        [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+            if (values.bits[x] != 0 && r < w.n_rows) {
+                partial[p.acc_at + (out_row + r) * p.width_v + me + x * TILE] =
+                    values.step[x] * acc[r * COEFFICIENTS + x];
+            }
+        }
+    }
+    barrier();
+    if (lost != 0) {
+        atomicOr(lost_rows, lost);
+    }
+    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+        put(r * TILE + me, z[r]);
+    }
+    barrier();
+    if (me < w.n_rows) {
+        float sum = 0.0;
+        for (uint c = 0; c < TILE; ++c) {
+            sum += get(me * TILE + c);
+        }
+        partial[p.z_at + out_row + me] = (lost_rows >> me & 1u) != 0 ? NOT_A_NUMBER : sum;
+    }
+    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
+        if (me == 0 && r < w.n_rows) {
+            partial[p.m_at + out_row + r] = stored_top(m[r], (lost_rows >> r & 1u) != 0);
+        }
+    }
+}
+
 void main() {
     const uint me = gl_LocalInvocationID.x, h = gl_WorkGroupID.x, stream = gl_WorkGroupID.z;
     const uint group   = tables[N_GROUP];
@@ -67,6 +155,7 @@ void main() {
     const uint r0      = gl_WorkGroupID.y % blocks * ROWS;
     const uint n_rows  = min(ROWS, all - r0);
     const uint first   = h * p.n_tokens * group + stream * all + r0; // rows of all streams are contiguous
+    const Work w       = Work(h, stream, r0, n_rows, first);
     const uint c_end   = min(p.n_kv, (part + 1) * p.split);
     const uint k_head  = head_of(0, h).tile, v_head = head_of(1, h).tile;
 
@@ -86,20 +175,8 @@ void main() {
     }
 
     for (uint c0 = part * p.split; c0 < c_end; c0 += TILE) {
-        const uint cell       = c0 + me;
-        const int  pos        = cell < c_end ? cell_pos[p.cell_pos_at + stream * p.n_kv + cell] : 0;
-        bool       is_visible = false;
         float      bias[ROWS];
-        [[unroll]] for (uint r = 0; r < ROWS; ++r) {
-            bias[r] = HIDDEN;
-            if (cell < c_end && r < n_rows) {
-                const uint token = stream * p.n_tps + (r0 + r) / group;
-                if (!is_exact(pos, token_pos(token))) {
-                    bias[r] = mask_value(p.mask_at + token * p.n_kv + cell, p.mask_half);
-                }
-            }
-            is_visible = is_visible || bias[r] != HIDDEN;
-        }
+        const bool is_visible = read_biases(w, c0 + me, c_end, bias);
         const uint k_tile = p.k_tiles_at + stream * p.k_stream + c0 / TILE * p.k_stride + k_head;
         const uint v_tile = p.v_tiles_at + stream * p.v_stream + c0 / TILE * p.v_stride + v_head;
         float      logit[ROWS];
@@ -113,30 +190,11 @@ void main() {
             bad_v             = v_code == SCALE_NAN;
             scale             = bad_v ? 0.0 : row_scale(v_code);
         }
-        [[unroll]] for (uint r = 0; r < ROWS; ++r) {
-            if (bias[r] == HIDDEN) {
-                logit[r] = HIDDEN;
-            } else {
-                const float slope = slope_of(h * group + (r0 + r) % group);
-                const float shift = queries[p.shift_at + first + r];
-                const bool  bad   = bad_k || bias[r] == LOST || !finite(shift) || !finite(logit[r] + shift);
-                logit[r]          = bad ? HIDDEN : capped(logit[r] + shift, p.softcap) + slope * bias[r];
-                lost |= (bad ? 1u : 0u) << r;
-            }
-            put(r * TILE + me, logit[r]);
-        }
+        lost |= put_logits(w, me, bias, bad_k, logit);
         if (RANKED > ROWS) {
             put(ROWS * TILE + me, scale);
         }
-        barrier();
-        for (uint i = me; i < RANKED * PARTS; i += TILE) {
-            float top = HIDDEN;
-            for (uint c = 0; c < TILE / PARTS; ++c) {
-                top = max(top, get(i * (TILE / PARTS) + c));
-            }
-            tops[i] = top;
-        }
-        barrier();
+        find_tops(me);
         bool  any = false;
         float weight[ROWS], rise[ROWS]; // of the tile's largest one, and that one
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
@@ -164,32 +222,5 @@ void main() {
     }
 
     const uint out_row = part * tables[N_HEAD_KV] * p.n_tokens * group + first;
-    [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
-        [[unroll]] for (uint r = 0; r < ROWS; ++r) {
-            if (values.bits[x] != 0 && r < n_rows) {
-                partial[p.acc_at + (out_row + r) * p.width_v + me + x * TILE] =
-                    values.step[x] * acc[r * COEFFICIENTS + x];
-            }
-        }
-    }
-    barrier();
-    if (lost != 0) {
-        atomicOr(lost_rows, lost);
-    }
-    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
-        put(r * TILE + me, z[r]);
-    }
-    barrier();
-    if (me < n_rows) {
-        float sum = 0.0;
-        for (uint c = 0; c < TILE; ++c) {
-            sum += get(me * TILE + c);
-        }
-        partial[p.z_at + out_row + me] = (lost_rows >> me & 1u) != 0 ? NOT_A_NUMBER : sum;
-    }
-    [[unroll]] for (uint r = 0; r < ROWS; ++r) {
-        if (me == 0 && r < n_rows) {
-            partial[p.m_at + out_row + r] = stored_top(m[r], (lost_rows >> r & 1u) != 0);
-        }
-    }
+    store_split(w, me, out_row, values, lost, m, z, acc);
 }

@@ -1,14 +1,14 @@
 """Compares versions of the CUDA kernels with each other and with f16, on a GPU that is lent for minutes.
 
-    python research/gpu/decide.py build before=COMMIT now=HEAD work=.    # here: nvcc, no GPU
+    python research/gpu/decide.py build before=COMMIT now=HEAD pairs=HEAD+SUBKV_WARP_PAIRS work=.    # nvcc, no GPU
     python research/gpu/decide.py run [-o FOLDER] [--seconds 540]        # there: torch, no compiler
     python research/gpu/decide.py run -m MODEL --programs BUILD/bin      # also whole models with their cache in RAM
 
 `build` compiles kernels/cuda of every version for one architecture into build/decide (a few MiB each; `.`: the working
-tree). `run` times them in turns, each in a process of its own, which stays: a version's kernels, structures and scripts
-are those of its commit. What is timed is a decoded token: a CUDA graph of 32 layers that share their cells, with reads
-of 64 MiB between them, minus a graph of the reads alone. With a model, llama-bench decodes it with weights on the GPU
-and the cache in RAM (-nkvo), f16 beside coded cells.
+tree), with the macros after `+`. `run` times them in turns, each in a process of its own, which stays: a version's
+kernels, structures and scripts are those of its commit. What is timed is a decoded token: a CUDA graph of 32 layers
+that share their cells, with reads of 64 MiB between them, minus a graph of the reads alone. With a model, llama-bench
+decodes it with weights on the GPU and the cache in RAM (-nkvo), f16 beside coded cells.
 
 A step that fails, or does not answer in time, is recorded, and the others go on. Results are written after every step,
 and the table of medians is printed last, also after SIGTERM and SIGINT. `build --arch emulated` and `run --dry` try all
@@ -61,11 +61,12 @@ Call = tuple[str, ct.Structure]
 
 
 def build(built: Path, versions: dict[str, str], arch: str) -> None:
-    """versions: commit by name; arch: of nvcc, or "emulated"."""
-    make = "c.build_native(folder, c.nvcc(), sys.argv[2])"
+    """versions: by name a commit, and macros after a + each; arch: of nvcc, or "emulated"."""
+    make = "c.NVCC_FLAGS.extend(sys.argv[3:]); c.build_native(folder, c.nvcc(), sys.argv[2])"
     if arch == "emulated":
-        make = "c.build_emulated(folder); (folder / 'libemulated.so').rename(folder / 'libnative.so')"
-    for name, commit in versions.items():
+        make = "c.build_emulated(folder, *sys.argv[3:]); (folder / 'libemulated.so').rename(folder / 'libnative.so')"
+    for name, version in versions.items():
+        commit, *macros = version.split("+")
         folder = built / name
         folder.mkdir(parents=True, exist_ok=True)
         if commit == ".":
@@ -78,11 +79,12 @@ def build(built: Path, versions: dict[str, str], arch: str) -> None:
         outer = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         paths = ":".join(str(folder / part) for part in ("tests/kernels", "tests", "kernels/triton"))
         environment = outer | {"PYTHONPATH": paths, "SUBKV_CACHE": str(ROOT / "build" / "cache")}
-        subprocess.run([sys.executable, "-c", program, str(folder), arch], check=True, env=environment)
+        defines = [f"-D{macro}" for macro in macros]
+        subprocess.run([sys.executable, "-c", program, str(folder), arch, *defines], check=True, env=environment)
         for part in folder.glob("*.o"):
             part.unlink()
         size = (folder / "libnative.so").stat().st_size
-        print(f"{name}: {commit}, {size / 2**20:.1f} MiB", flush=True)
+        print(f"{name}: {version}, {size / 2**20:.1f} MiB", flush=True)
 
 
 def token_calls(c: Any, cuda: Any) -> list[Call]:

@@ -1,40 +1,33 @@
-"""Counts the instructions of a prototype that gives a warp a pair of tiles, beside those of the decode kernel's widths.
+"""Counts the instructions of the decode kernel, and of the one whose warps own pairs of tiles (kernels/cuda/pairs.cuh).
 
-    python research/gpu/warp_pairs.py [BITS ...]    # nvcc, no GPU
+    python research/gpu/warp_pairs.py [BITS ...]    # nvcc, no GPU; without widths: all, and planned layouts
 
-Both run in the PTX interpreter of tests/kernels on one head of 128 elements, 4 query rows and one band, and must agree.
+The PTX interpreter of tests/kernels runs both on a head of 128 elements and 4 query rows. Their results must agree.
 """
 
 from __future__ import annotations
 
 import ctypes as ct
-import subprocess
+import os
 import sys
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / part) for part in ("tests/kernels", "tests", "kernels/triton")]
+os.environ.setdefault("SUBKV_CACHE", str(ROOT / "build" / "cache"))
 
 import cuda_ops as c  # noqa: E402
 import layers  # noqa: E402
 import numpy as np  # noqa: E402
 import ptx  # noqa: E402
 from cuda_calls import Call, Shape  # noqa: E402
-from test_ptx import Interpreted, compiled  # noqa: E402
+from test_ptx import PLANNED, Interpreted, compiled  # noqa: E402
 
-PAIR = 128  # cells
-
-
-def prototype(bits: int, folder: Path) -> str:
-    out, source = folder / "pairs.ptx", ROOT / "research/gpu/warp_pairs.cu"
-    flags = ["-std=c++17", "-O3", f"-DPAIR_BITS={bits}", f"-I{ROOT}/kernels/cuda", *c.INCLUDE]
-    command = [str(c.nvcc()), *flags, "-ptx", "-arch=compute_80", str(source), "-o", str(out)]
-    subprocess.run(command, check=True)
-    return out.read_text("utf-8")
+STEP = 4 * 128  # cells: a pair of tiles for each warp of a block
 
 
-def counted(emulated: c.Library, module: str, part: str, n_kv: int, n_threads: int) -> int:
+def counted(emulated: c.Library, module: str, part: str, n_kv: int) -> int:
     """Instructions of all warps of a block; raises AssertionError if results differ from the emulated kernel's."""
     call = Call(emulated, "counted", Shape(group=4, n_kv=n_kv, n_split=1))
     emulated.run("project_queries", call.args)
@@ -44,24 +37,28 @@ def counted(emulated: c.Library, module: str, part: str, n_kv: int, n_threads: i
     for at, width in ((call.args.m, 1), (call.args.z, 1), (call.args.acc, call.args.layer.width_v)):
         ct.memset(at, 0xFF, 4 * 4 * width)  # NaN
     kernel = ptx.Kernel(module, part)
-    kernel.run((0, 0, 0), job, max(shared, 16 << 10), n_threads)
+    kernel.run((0, 0, 0), job, max(shared, 48 << 10), 128)
     for a, read in zip(expected, (call.m, call.z, call.acc), strict=True):
         assert np.abs(a - read()).max() < 1e-4 * np.abs(a).max()
     return sum(kernel.executed.values())
 
 
 def main() -> None:
+    widths = [int(arg) for arg in sys.argv[1:]]
+    layouts = {f"{bits} bits": (((128, bits),), ((128, bits),)) for bits in widths or (2, 3, 4, 5, 6, 8)}
+    if not widths:
+        layouts["4.3 bits, planned"] = PLANNED
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         emulated = c.build_emulated(folder)
-        kernel = compiled("attend_decode.cu", "compute_80", folder)
-        for bits in [int(arg) for arg in sys.argv[1:]] or [2, 3, 4, 5, 6, 8]:
-            layers.LAYERS["counted"] = ([((128, bits),)], [((128, bits),)])
+        modules = [compiled("attend_decode.cu", "compute_80", folder, *options) for options in ((), (c.WARP_PAIRS,))]
+        for layout, (keys, values) in layouts.items():
+            layers.LAYERS["counted"] = ([keys], [values])
             found = []
-            for module, part, n in ((kernel, "decode_kernelILi1E", 128), (prototype(bits, folder), "pairs_kernel", 32)):
-                few, many = (counted(emulated, module, part, n_kv, n) for n_kv in (2 * PAIR, 3 * PAIR))
-                found.append((many - few) * ptx.LANES / (PAIR * 2 * 128))
-            print(f"{bits} bits: {found[0]:.2f} instructions per code, a pair per warp {found[1]:.2f}", flush=True)
+            for module, part in zip(modules, ("decode_kernelILi1E", "pairs_kernelILi1E"), strict=True):
+                few, many = (counted(emulated, module, part, n * STEP) for n in (1, 2))
+                found.append((many - few) * ptx.LANES / (STEP * 2 * 128))
+            print(f"{layout}: {found[0]:.2f} instructions per code, a pair per warp {found[1]:.2f}", flush=True)
 
 
 if __name__ == "__main__":

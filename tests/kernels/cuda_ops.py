@@ -198,12 +198,12 @@ INCLUDE = [
 ]
 
 
-def build_emulated(folder: Path) -> Library:
-    """Compiled for the CPU by c++; needs no CUDA."""
+def build_emulated(folder: Path, *defines: str) -> Library:
+    """Compiled for the CPU by c++, with these options of the compiler; needs no CUDA."""
     emulated = ROOT / "tests/kernels/emulated"
     flags = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     sources = [*SOURCES, *REF, emulated / "emulated.cpp"]
-    built = objects(sources, [*flags, f"-I{emulated}", *INCLUDE, "-x", "c++"], folder)
+    built = objects(sources, [*flags, *defines, f"-I{emulated}", *INCLUDE, "-x", "c++"], folder)
     return Library(linked(folder / "libemulated.so", built, ["-shared"]), HostMemory)
 
 
@@ -211,6 +211,9 @@ def build_ref(folder: Path, name: str = "libref.so", *flags: str) -> Path:
     """Builds the reference kernels, which ops.py loads from SUBKV_TEST_LIB."""
     built = objects(REF, ["-std=c++17", "-O2", "-fPIC", *flags, *INCLUDE], folder)
     return linked(folder / name, built, ["-shared"])
+
+
+WARP_PAIRS = "-DSUBKV_WARP_PAIRS"  # kernels/cuda/pairs.cuh
 
 
 def nvcc() -> str | None:

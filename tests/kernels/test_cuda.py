@@ -224,6 +224,39 @@ def test_a_token_attends_alike_beside_others(library: c.Library) -> None:
             assert np.array_equal(alone, of[:, :, token * s.group :][:, :, : s.group])
 
 
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[c.Library, c.Library]:
+    """The emulated kernels, and those where warps own pairs of tiles."""
+    both = (), (c.WARP_PAIRS,)
+    one, other = (c.build_emulated(tmp_path_factory.mktemp("pairs"), *defines) for defines in both)
+    return one, other
+
+
+PAIRS_OF_TILES = [
+    ("planned", Shape(n_kv=300, n_split=1, softcap=30.0, mask_half=True, means=True)),
+    ("planned", Shape(n_stream=2, n_tps=3, group=4, n_kv=1300, n_split=1)),
+    ("planned", Shape(n_kv=100, blind=True, n_split=4)),
+    ("widest", Shape(group=4, n_kv=1100, n_split=2)),
+    *((name, Shape(group=4, n_kv=n_kv, n_split=1)) for name in layers.LAYERS for n_kv in (120, 330)),
+]
+
+
+@each("name,shape", PAIRS_OF_TILES)
+def test_a_warp_owns_pairs_of_tiles(pairs: tuple[c.Library, c.Library], name: str, shape: Shape) -> None:
+    """Maxima have the bits of the decode kernel; of a split's only pair sums of values have them, too."""
+    check_attend(pairs[1], name, shape)
+    found = []
+    for library in pairs:
+        call = Call(library, name, shape)
+        library.run("attend", call.args)
+        found.append((call.m(), call.z(), call.acc()))
+    (m, z, acc), (other_m, other_z, other_acc) = found
+    assert np.isfinite(m).any() and np.array_equal(m, other_m)
+    assert np.allclose(z, other_z, rtol=1e-6, atol=0)
+    one_pair = shape.n_kv <= 2 * o.TILE
+    assert np.allclose(acc, other_acc, rtol=0, atol=0 if one_pair else 1e-6 * np.nanmax(np.abs(acc)), equal_nan=True)
+
+
 LARGE: o.Layout = ((184, 16), (16, 8), (56, 4))
 
 

@@ -18,12 +18,17 @@ from compiled import objects
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 TENSOR_CORES = "sm_80"  # with halves to m16n8k16, the number that sources compare with
 NVCC = c.nvcc()
+SOURCES = sorted(c.ROOT.glob("kernels/cuda/*.cu"))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="no nvcc on the PATH, in CUDACXX or /usr/local/cuda")
-@pytest.mark.parametrize("source", sorted(c.ROOT.glob("kernels/cuda/*.cu")), ids=lambda path: path.name)
-def test_compiles(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "source,define",
+    [*((path, "") for path in SOURCES), (c.ROOT / "kernels/cuda/attend_decode.cu", c.WARP_PAIRS)],
+    ids=lambda of: of.name if isinstance(of, Path) else of,
+)
+def test_compiles(source: Path, define: str, tmp_path: Path) -> None:
     assert NVCC is not None
     listed = subprocess.run([NVCC, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
     known = [arch for arch in ARCHITECTURES if arch in listed]
@@ -32,7 +37,7 @@ def test_compiles(source: Path, tmp_path: Path) -> None:
     assert known, f"{NVCC}: one of {', '.join(ARCHITECTURES)} expected, {', '.join(listed)} found"
     codes = [f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}" for arch in known]
     # without optimisation, which takes ten times as long
-    flags = [*c.NVCC_FLAGS, "-O0", "-Xcicc=-O0", "-Xptxas=-O0", *codes, "--threads=0"]
+    flags = [*c.NVCC_FLAGS, *filter(None, [define]), "-O0", "-Xcicc=-O0", "-Xptxas=-O0", *codes, "--threads=0"]
     assert objects([source], flags, tmp_path, NVCC)
 
 

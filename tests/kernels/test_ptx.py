@@ -35,12 +35,13 @@ def module(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return compiled("attend_decode.cu", request.param, tmp_path_factory.mktemp("ptx"))
 
 
-def compiled(name: str, architecture: str, folder: Path) -> str:
+def compiled(name: str, architecture: str, folder: Path, *defines: str) -> str:
     out, source = folder / "kernel.ptx", c.ROOT / "kernels/cuda" / name
     command = [
         str(c.nvcc()),
         "-std=c++17",
         "-O3",
+        *defines,
         *c.INCLUDE,
         "-ptx",
         f"-arch={architecture}",

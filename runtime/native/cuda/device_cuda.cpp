@@ -32,6 +32,72 @@ private:
     std::vector<uint8_t> bytes_;
 };
 
+// The codecs of a layer's heads in a blob. Until `place`, addresses are offsets in the blob, and 0 means "none".
+class CodecBlob {
+public:
+    CodecBlob(Blob & blob, const LayerCodec & codec) : blob_(blob), sides_{ { codec.k, 0 }, { codec.v, 0 } } {
+        for (Side & side : sides_) {
+            for (HeadCodec & head : side.heads) {
+                for (Matrix * m : { &head.encode, &head.decode }) {
+                    add(*m, head);
+                }
+                if (head.offset) {
+                    head.offset = (const float *) (uintptr_t) blob.add(head.offset, (size_t) head.rank);
+                }
+            }
+            side.at = blob.add(side.heads);
+        }
+        for (const auto & centre : codec.centre) {
+            means_.push_back(centre.mean.empty() ? 0 : blob.add(centre.mean));
+        }
+        means_at_ = blob.add(means_);
+    }
+
+    // Replaces the offsets by addresses, and sets the codecs of `tables`. base: address of the blob's copy
+    void place(const uint8_t * base, cuda::Layer & tables) {
+        for (Side & side : sides_) {
+            for (HeadCodec & head : side.heads) {
+                move(head.encode.halves, base);
+                move(head.decode.halves, base);
+                move(head.offset, base);
+            }
+            blob_.put(side.at, side.heads.data(), side.heads.size() * sizeof(HeadCodec));
+        }
+        for (uintptr_t & mean : means_) {
+            mean = mean ? (uintptr_t) base + mean : 0;
+        }
+        blob_.put(means_at_, means_.data(), means_.size() * sizeof(uintptr_t));
+        tables.k    = (const HeadCodec *) (base + sides_[0].at);
+        tables.v    = (const HeadCodec *) (base + sides_[1].at);
+        tables.mean = (const uint16_t * const *) (base + means_at_);
+    }
+
+private:
+    struct Side {
+        std::vector<HeadCodec> heads;
+        size_t                 at;
+    };
+
+    void add(Matrix & m, const HeadCodec & head) {
+        if (!present(m)) { // latent values are only decoded
+            return;
+        }
+        const int32_t         rows = (head.rank + cuda::MATRIX_ROWS - 1) / cuda::MATRIX_ROWS * cuda::MATRIX_ROWS;
+        std::vector<uint16_t> halves((size_t) rows * (size_t) head.d);
+        to_halves(m, head.rank, head.d, halves.data());
+        m = { (const uint16_t *) (uintptr_t) blob_.add(halves) };
+    }
+
+    template <typename T> static void move(const T *& at, const uint8_t * base) {
+        at = at ? (const T *) (base + (uintptr_t) at) : nullptr;
+    }
+
+    Blob &                 blob_;
+    Side                   sides_[2];
+    std::vector<uintptr_t> means_;
+    size_t                 means_at_ = 0;
+};
+
 // The data of a tensor, for members of any pointer type.
 struct Data {
     void * data;
@@ -104,37 +170,9 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     GpuLayer(layer, cuda_device(buft)), n_at_once_(cuda::n_at_once(device())) {
     const LayerCodec & codec = *layer.codec;
     Blob               blob;
-    // first set offsets in place of pointers; 0 means "none"
-    const uint64_t nothing = 0;
-    n_bad_at_              = blob.add(&nothing, 1);
-    struct Side {
-        std::vector<HeadCodec> heads;
-        size_t                 at;
-    } sides[2] = { { codec.k, 0 }, { codec.v, 0 } };
-
-    const auto offset_of = [](const void * p) { return (size_t) (uintptr_t) p; };
-    for (Side & side : sides) {
-        for (HeadCodec & head : side.heads) {
-            for (Matrix * m : { &head.encode, &head.decode }) {
-                if (!present(*m)) { // latent values are only decoded
-                    continue;
-                }
-                const int32_t rows = (head.rank + cuda::MATRIX_ROWS - 1) / cuda::MATRIX_ROWS * cuda::MATRIX_ROWS;
-                std::vector<uint16_t> halves((size_t) rows * (size_t) head.d);
-                to_halves(*m, head.rank, head.d, halves.data());
-                *m = { (const uint16_t *) (uintptr_t) blob.add(halves) };
-            }
-            if (head.offset) {
-                head.offset = (const float *) (uintptr_t) blob.add(head.offset, (size_t) head.rank);
-            }
-        }
-        side.at = blob.add(side.heads);
-    }
-    std::vector<uintptr_t> means;
-    for (const auto & centre : codec.centre) {
-        means.push_back(centre.mean.empty() ? 0 : blob.add(centre.mean));
-    }
-    const size_t         means_at = blob.add(means);
+    const uint64_t     nothing = 0;
+    n_bad_at_                  = blob.add(&nothing, 1);
+    CodecBlob            codecs(blob, codec);
     std::vector<int64_t> k_offset, v_offset;
     for (int64_t h = 0; h < codec.n_head_kv; ++h) {
         k_offset.push_back(codec.tile_offset(h, false));
@@ -155,34 +193,17 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
 
     allocate(blob.bytes().size(), buft);
 
-    // offsets -> addresses
-    const auto * base    = (const uint8_t *) memory_->data;
-    const auto   address = [&](size_t at) { return base + at; };
-    for (Side & side : sides) {
-        for (HeadCodec & head : side.heads) {
-            for (Matrix * m : { &head.encode, &head.decode }) {
-                m->halves = m->halves ? (const uint16_t *) address(offset_of(m->halves)) : nullptr;
-            }
-            head.offset = head.offset ? (const float *) address(offset_of(head.offset)) : nullptr;
-        }
-        blob.put(side.at, side.heads.data(), side.heads.size() * sizeof(HeadCodec));
-    }
-    for (uintptr_t & mean : means) {
-        mean = mean ? (uintptr_t) address(mean) : 0;
-    }
-    blob.put(means_at, means.data(), means.size() * sizeof(uintptr_t));
+    const auto * base = (const uint8_t *) memory_->data;
+    codecs.place(base, tables_);
     ggml_backend_tensor_set(memory_, blob.bytes().data(), 0, blob.bytes().size());
 
-    tables_.k        = (const HeadCodec *) address(sides[0].at);
-    tables_.v        = (const HeadCodec *) address(sides[1].at);
-    tables_.k_offset = (const int64_t *) address(k_offset_at);
-    tables_.v_offset = (const int64_t *) address(v_offset_at);
-    tables_.plan     = address(plans_at);
+    tables_.k_offset = (const int64_t *) (base + k_offset_at);
+    tables_.v_offset = (const int64_t *) (base + v_offset_at);
+    tables_.plan     = base + plans_at;
     tables_.tiles    = tiles_.data();
-    tables_.gamma    = (const float *) address(gamma_at);
-    tables_.mean     = (const uint16_t * const *) address(means_at);
-    tables_.slope    = (const float *) address(slopes_at_);
-    tables_.n_bad    = (unsigned long long *) address(n_bad_at_);
+    tables_.gamma    = (const float *) (base + gamma_at);
+    tables_.slope    = (const float *) (base + slopes_at_);
+    tables_.n_bad    = (unsigned long long *) (base + n_bad_at_);
     set_sizes();
     suits_decode_ = cuda::suits_decode(args(width_v_), device());
     if (const size_t lacks = cuda::lacks_shared(tables_, device())) {
