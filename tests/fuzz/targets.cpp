@@ -10,7 +10,6 @@
 #include "window.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <stdexcept>
 #include <string>
 #include <unistd.h>

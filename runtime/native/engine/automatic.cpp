@@ -15,7 +15,6 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
-#include <stdexcept>
 #include <string>
 
 #if defined(__GLIBC__)
