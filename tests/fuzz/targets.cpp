@@ -10,6 +10,7 @@
 #include "window.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <stdexcept>
 #include <string>
 #include <unistd.h>
