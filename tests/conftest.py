@@ -126,16 +126,3 @@ def gemma_model() -> Path:
         return gemma3.model_path()
     except SubkvError as error:
         pytest.skip(f"second model: {error.reason}")
-
-
-@pytest.fixture(scope="session")
-def shared_text() -> Callable[[str], Path]:
-    """Finds a text in ../shared/data next to the checkout; skips if that folder is missing."""
-
-    def find(name: str) -> Path:
-        path = REPO.parent / "shared" / "data" / name
-        if not path.is_file():
-            pytest.skip(f"shared text: {name} is not in ../shared/data beside the checkout")
-        return path
-
-    return find

@@ -81,6 +81,12 @@ def types_in(log: str) -> list[str]:
     return re.findall(r"K \((\w+)\): ", log)
 
 
+def types_of_preset(log: str, name: str) -> list[str]:
+    """The same for a model of a router, whose log has the lines of its models' processes behind their ports."""
+    port = re.search(rf"name={name} on port (\d+)", log)
+    return re.findall(rf"^\[{port[1]}\].* K \((\w+)\): ", log, re.MULTILINE) if port else []
+
+
 def types(start: Start, folder: Path) -> list[str]:
     """The types of keys of a server's contexts: the target's, the draft model's."""
     with started(start, folder) as server:
@@ -174,7 +180,8 @@ def test_types_of_presets(start: Callable[..., Start], words: Path, tmp_path: Pa
     with started(start("llama-server", "--models-preset", str(preset)), tmp_path) as server:
         for name, kind in expected.items():
             server.request("POST", "/completion", {"model": name, "prompt": "a", "n_predict": 1})
-            assert types_in(server.log)[-1] == kind, name
+            wait_until(f"the cache of {name}", lambda name=name: types_of_preset(server.log, name) != [])
+            assert types_of_preset(server.log, name) == [kind], name
 
 
 @each("start", [by_itself, by_run])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import pydoc_data.topics
 import subprocess
 import sys
@@ -362,7 +363,8 @@ def test_import_needs_no_torch_and_changes_nothing() -> None:
         "import transformers; before = set(transformers.AttentionInterface._global_mapping); "
         "subkv.SubspaceCache; assert set(transformers.AttentionInterface._global_mapping) == before"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    path = os.pathsep.join(p for p in sys.path if p)
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path})
 
 
 @pytest.mark.quality

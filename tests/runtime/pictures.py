@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import engine
 import numpy as np
 import numpy.typing as npt
+import pytest
 from engine import C, last_error
 from test_variants import shape_of
 
@@ -137,3 +138,12 @@ class Vision:
         batch.pos = ctypes.cast(own, ctypes.POINTER(ctypes.c_int32))
         C.llama_batch_free(batch)
         return status
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def vision(
+    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Vision]:
+    made = Vision.of_file(request.param, tiny_model(KINDS[request.param]), tmp_path_factory.mktemp("vision"))
+    yield made
+    made.model.free()

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 from engine import distance, last_error
-from pictures import KINDS, WINDOW, Part, Picture, Vision
+from pictures import WINDOW, Part, Picture, Vision, vision
+
+__all__ = ["vision"]
 
 N_SEQ, N_CALLS, N_CTX = 3, 60, 2048
 N_ROLLBACK = WINDOW[2]
-
-
-@pytest.fixture(scope="module", params=list(KINDS))
-def vision(
-    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Vision]:
-    made = Vision.of_file(request.param, tiny_model(KINDS[request.param]), tmp_path_factory.mktemp("vision"))
-    yield made
-    made.model.free()
 
 
 @pytest.fixture(scope="module")

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from engine import C, agree, distance, last_error
 from machine import partial_state, set_partial_state
-from pictures import KINDS, Picture, Vision
+from pictures import KINDS, Picture, Vision, vision
 
-
-@pytest.fixture(scope="module", params=list(KINDS))
-def vision(
-    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Vision]:
-    made = Vision.of_file(request.param, tiny_model(KINDS[request.param]), tmp_path_factory.mktemp("vision"))
-    yield made
-    made.model.free()
+__all__ = ["vision"]
 
 
 @pytest.fixture(scope="module")

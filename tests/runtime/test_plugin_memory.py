@@ -8,24 +8,14 @@ import numpy as np
 import pytest
 from compiled import preloaded
 from each import each
-from test_plugin import MORE, TEXT, Models, decode, pytestmark, run, tokens, write_bases
+from test_plugin import MORE, TEXT, bases, decode, model, pytestmark, run, tokens, write_bases
 
-__all__ = ["pytestmark"]
+__all__ = ["bases", "model", "pytestmark"]
 
 LOCKS = """
 #include <sys/mman.h>
 __attribute__((constructor)) static void lock() { (void) mlockall(MCL_CURRENT | MCL_FUTURE); }
 """
-
-
-@pytest.fixture
-def model(tiny_model: Models) -> Path:
-    return tiny_model()
-
-
-@pytest.fixture
-def bases(tmp_path: Path, model: Path) -> Path:
-    return write_bases(tmp_path / "bases.gguf", model)
 
 
 def test_locked_memory(tmp_path: Path, model: Path, bases: Path) -> None:

@@ -10,7 +10,6 @@ import engine
 import pytest
 
 FULL16 = [(32, 16)]
-FULL8 = [(32, 8)]
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
-#include <set>
 
 #undef cudaGetDeviceProperties
 

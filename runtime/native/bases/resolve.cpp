@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
-#include <iterator>
 #include <system_error>
 #include <tuple>
 #include <utility>

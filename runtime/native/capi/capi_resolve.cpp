@@ -3,8 +3,6 @@
 #include "ggml.h"
 #include "resolve.h"
 
-#include <utility>
-
 using namespace subkv;
 
 namespace {

@@ -10,10 +10,7 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
-#include <map>
 #include <stdexcept>
-#include <utility>
 
 namespace subkv {
 

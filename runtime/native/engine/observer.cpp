@@ -4,10 +4,8 @@
 #include "nodes.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <iterator>
-#include <stdexcept>
 #include <type_traits>
 
 namespace subkv {

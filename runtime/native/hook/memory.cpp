@@ -20,7 +20,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <map>
 #include <set>
 #include <stdexcept>

@@ -9,7 +9,6 @@
 #include "llama-model.h"
 
 #include <cstdlib>
-#include <cstring>
 #include <stdexcept>
 
 namespace {

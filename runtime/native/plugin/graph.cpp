@@ -16,7 +16,6 @@
 #include <cmath>
 #include <cstring>
 #include <map>
-#include <unordered_map>
 
 namespace subkv::plugin {
 

@@ -5,7 +5,6 @@
 #include "nodes.h"
 
 #include <algorithm>
-#include <climits>
 #include <unordered_set>
 
 namespace subkv::plugin {

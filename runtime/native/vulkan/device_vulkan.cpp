@@ -4,7 +4,6 @@
 #include "subkv/vulkan_dispatch.h"
 
 #include <algorithm>
-#include <vector>
 
 namespace subkv {
 

@@ -1,6 +1,5 @@
 #include "device.h"
 
-#include <cstdio>
 #include <cstring>
 #include <stdexcept>
 
