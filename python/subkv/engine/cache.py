@@ -142,7 +142,7 @@ def choose_cache(model: Path, requested: CacheRequest = AUTOMATIC, derive: bool 
         ),
         library.Choice(),
     )
-    with captured_log(forward=False):  # ggml logs what is wrong with a file; the reason says it
+    with captured_log(forward=False):  # the reason says what ggml would log about a wrong file
         done = native().subkv_resolve(ctypes.byref(given), ctypes.byref(choice))
     if failures:
         raise failures[0]
