@@ -21,9 +21,9 @@ CHUNKS, LONG = 5, 1088  # chunks of the user's text for sensitivities, and token
 class CalibrationRequest:
     """How to calibrate. corpus without files: the built-in texts. n_sink: positions left out at the start of a chunk.
 
-    n_recent: of the exact window. minutes: limit for sensitivities; 0: no sensitivities; None: no limit.
+    n_recent: of the exact window. minutes: limit for sensitivities, or 0 to measure none, or None for no limit.
     short: chunks of the built-in texts may be shorter than requested, because statistics hold at all positions.
-    head_size: short chunks still have enough tokens for heads of this size; 0: no such minimum.
+    head_size: short chunks still have enough tokens for heads of this size, unless it is 0.
     scope: of sensitivities, for the size of the model.
     resumes: an earlier run without a limit has left statistics, complete or not, which this one uses.
     """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 I32 = npt.NDArray[np.int32]
 
-# members of a summary that compare with a base
+# These members of a summary compare with a base.
 AGAINST_BASE = (
     *("ppl_base", "ppl_ratio", "ppl_ratio_stderr", "delta_percent"),
     *("mean_kld", "mean_kld_stderr", "median_kld", "kld_999", "max_kld"),

@@ -153,7 +153,7 @@ def measure_sensitivities(
     longer ones.
 
     session: with room for a chunk. minutes: limit for everything. Trials after the first LEAST are left out at the
-    limit; their layers then get the factors of their neighbours. 0: nothing is decoded, the result is that of
+    limit; their layers then get the factors of their neighbours. With 0, nothing is decoded, and the result is that of
     `measurements`, without a correction. measurements: of an earlier run, of LEAST trials if minutes is 0. save: called
     whenever tokens were decoded; may raise KeyboardInterrupt. texts, folder, scope: as in SensitivityTrials.
 

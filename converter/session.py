@@ -42,7 +42,7 @@ class Session:
             self._context = self._new_context()
             opened.callback(lambda: self._context.close())
             model = self.model
-            # from the metadata: llama.cpp's count leaves out layers that only predict further tokens
+            # This is from the metadata, because llama.cpp's count leaves out layers that only predict further tokens.
             self.arch, self.block_count = model.arch, int(source.n_layer or 0)
             self.name = model.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
             self.bos = model.bos if model.add_bos else None
@@ -86,7 +86,7 @@ class Session:
     def speed(self) -> float:
         """Measured tokens per second. It clears the cache and leaves the statistics as they are."""
         self.mode(PAUSE)
-        for _ in range(2):  # the first run is for warming up; a slow model does without the second
+        for _ in range(2):  # the first run warms up, and a slow model does without the second
             start = time.monotonic()
             self.clear()
             self.decode([self.bos or 0] * PROBE, 0)

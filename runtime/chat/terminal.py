@@ -35,7 +35,7 @@ class Input(Protocol):
 class WordWrap:
     """Prints an answer piece by piece; in a terminal, words do not break at the end of a line.
 
-    width: columns of the terminal; None: print as it comes.
+    width: columns of the terminal, or None to print as it comes.
     """
 
     def __init__(self, width: int | None) -> None:

@@ -84,7 +84,9 @@ def _choose(
     R: tl.constexpr,
     ANY_PATH: tl.constexpr,
 ):
-    """Scale code of one row: token program_id(0), head program_id(1). c [n, H, R], chosen (0: no codes), bad [n, H].
+    """Writes the scale code of one row, of token program_id(0) and head program_id(1), from c [n, H, R].
+
+    chosen [n, H] receives it, or 0 for a row without codes. bad [n, H] receives whether the row is not finite.
 
     off_path [n, H, PATH_TRIED]: squared errors of coefficients outside the path at the candidate scale codes.
     """

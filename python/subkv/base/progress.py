@@ -36,7 +36,7 @@ def progress_bar(name: str, total: float, unit: str, show: bool = True, done: fl
         desc=printable(name),
         unit=unit,
         unit_scale=unit in ("B", "tok"),
-        disable=None if show else True,  # None: only on a terminal
+        disable=None if show else True,  # None shows it only on a terminal
         leave=False,
         delay=DELAY,
     )

@@ -26,7 +26,7 @@ def default_threads(requested: int | None = None) -> int:
 def _openblas() -> tuple[Callable[[], int], Callable[[int], None]] | None:
     """Functions that read and set the number of threads of numpy's OpenBLAS; None if numpy uses another library."""
     module = importlib.import_module("numpy.linalg._umath_linalg")  # linked with OpenBLAS
-    wheel = Path(str(module.__file__)).parents[2] / "numpy.libs"  # Windows: only the library itself has the symbols
+    wheel = Path(str(module.__file__)).parents[2] / "numpy.libs"  # on Windows only the library itself has the symbols
     for file in (str(module.__file__), *map(str, wheel.glob("*openblas*"))):
         library = ctypes.CDLL(file)
         for prefix, suffix in itertools.product(("scipy_", ""), ("64_", "")):

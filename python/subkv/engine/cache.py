@@ -125,7 +125,7 @@ def choose_cache(model: Path | None, requested: CacheRequest = AUTOMATIC, derive
         ),
         library.Choice(),
     )
-    # ggml logs what is wrong with a file; the reason says it
+    # The reason says what ggml would log about a wrong file.
     with captured_log(forward=False) if model is not None else contextlib.nullcontext():
         done = native().subkv_resolve(ctypes.byref(given), ctypes.byref(choice))
     if failures:

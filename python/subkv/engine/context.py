@@ -69,7 +69,7 @@ class Context:
         params = C.llama_context_default_params()
         params.n_ctx = options.n_ctx
         params.n_seq_max = options.n_seq_max
-        params.kv_unified = options.n_seq_max > 1 and not choice.window.adapts  # False: separate cells
+        params.kv_unified = options.n_seq_max > 1 and not choice.window.adapts  # False if sequences have separate cells
         params.n_batch = min(options.n_batch, options.n_ctx)
         params.n_ubatch = min(options.n_ubatch, params.n_batch)
         params.n_threads = params.n_threads_batch = default_threads(options.n_threads)

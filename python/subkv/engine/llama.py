@@ -213,7 +213,7 @@ class Llama(llama_cpp.Llama):
         self._unpooled = self.pooling_type() == C.LLAMA_POOLING_TYPE_NONE
         self._identity: dict[str, Any] | None = None
         with concerning(model="lora_path"):
-            # of the bytes that were loaded: later another file may have this name
+            # It is that of the bytes that were loaded, because another file may have this name later.
             self.lora_identity = [sha256([Path(self.lora_path)]), self.lora_scale] if self.lora_path else None
         self._pictures = Pictures(self.input_ids)
 
@@ -252,7 +252,7 @@ class Llama(llama_cpp.Llama):
     _drafts: CheckedDrafts | None = None
     _ctx: Any  # a GuardedContext, after the parent class has made its context
     loaded_model: Model  # metadata and tokenizer of this model
-    _unpooled = False  # whether embeddings are unpooled; set once there is a context
+    _unpooled = False  # whether embeddings are unpooled, which is known once there is a context
     scores: Any  # of the parent: [n_ctx or n_batch, n_vocab] f32
     input_ids: Any  # of the parent: [n_ctx] i32
     n_tokens: int  # of the parent: number of evaluated tokens in the context

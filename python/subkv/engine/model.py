@@ -39,7 +39,7 @@ class Model:
         """handle: of a model that the caller has loaded and will free; None: load the model.
 
         n_gpu_layers: negative for all. mapped: map the file into memory; weights that llama.cpp repacks are then in
-        memory twice. False: read it. checked: the caller has called check_model_file().
+        memory twice. Else it is read. checked: the caller has called check_model_file().
         """
         self.path, self.n_gpu_layers = Path(path), n_gpu_layers
         if handle is None:

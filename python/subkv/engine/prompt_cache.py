@@ -58,7 +58,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         super().__init__(capacity_bytes)
         self._store = Store(expanded(folder, "prompt_cache"), capacity_bytes)
         self._llm: Any = None  # the subkv.Llama that uses this object
-        self._known_identity: bytes | None = None  # b"": unknown, nothing is stored
+        self._known_identity: bytes | None = None  # b"" if it is unknown, and nothing is stored
         self._n_removable = -1
 
     def bound_to(self, llm: llama_cpp.Llama) -> PromptCache:
@@ -132,7 +132,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
                     raise KeyError("no stored prompt has more of the prompt than the context")
                 try:
                     llm.load_prompt(found)
-                except StateError as error:  # its checksum is right: the context may lack memory
+                except StateError as error:  # its checksum is right, so the context may lack memory
                     found.is_refused = True
                     warnings.warn(
                         f"prompt cache {self._store.folder}: the context rejects a prompt: {error}", stacklevel=2

@@ -50,7 +50,7 @@ def save(llm: llama_cpp.Llama, identity: dict[str, Any], logits: bool) -> llama_
         seed=llm._seed,
     )
     state.identity = identity
-    state.evaluated = not llm._ctx.moved  # its cells are of this text: a prompt cache may store it
+    state.evaluated = not llm._ctx.moved  # a prompt cache may store it, because its cells are of this text
     state.checksum = checksum(state)
     return state
 
@@ -64,7 +64,7 @@ def load(llm: llama_cpp.Llama, identity: dict[str, Any], state: llama_cpp.LlamaS
     """Restore a state of save(). Raises StateError; the context is then unchanged or empty."""
     if state.n_tokens > llm.n_ctx():
         raise StateError("state", f"expected at most {llm.n_ctx()} tokens, found {state.n_tokens}")
-    # states of the parent class have neither; the native code checks them
+    # States of the parent class have neither, and the native code checks them.
     if getattr(state, "checksum", None) not in (None, checksum(state)):
         raise StateError("state", "expected an unchanged state of save_state(), found another checksum")
     saved = getattr(state, "identity", identity)

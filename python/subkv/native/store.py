@@ -160,7 +160,7 @@ class Store:
     def _open(self) -> None:
         self._n_damaged = 0
         self._process = os.getpid()
-        self._opened = _lib().subkv_store_open(os.fsencode(self.folder), self._max_bytes)  # None: has no prompts
+        self._opened = _lib().subkv_store_open(os.fsencode(self.folder), self._max_bytes)  # None if it has no prompts
         if self._opened is None:
             failure = library.last_failure()
             if failure.kind == library.INVALID:

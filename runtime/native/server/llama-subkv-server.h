@@ -77,8 +77,9 @@ template <typename Slots> void put_all(Slots & slots, llama_context * ctx) {
     put_all(views_of(slots), ctx);
 }
 
-// The server has chosen a slot for a request: gives it the prompt that saves the most evaluation. updates: upstream would
-// save the slot's prompt, and look for a better one in memory (or nullptr). false: upstream decides.
+// Called when the server has chosen a slot for a request. Gives the slot the prompt that saves the most evaluation.
+// `updates` says that upstream would save the slot's prompt, and look for a better one in `memory` (or nullptr).
+// Returns false if upstream decides.
 bool prepare(const slot_view & slot, const std::vector<slot_view> & slots, server_prompt_cache * memory,
              const server_task & task, bool updates);
 

@@ -145,7 +145,7 @@ size_t cheapest(const std::vector<const common_prompt_checkpoint *> & points, co
     return least;
 }
 
-// Chosen here, because the store does not know where messages begin.
+// The points are selected here, because the store does not know where messages begin.
 std::vector<subkv_store_point> points_of(const server_prompt & prompt, const server_task * task) {
     std::vector<const common_prompt_checkpoint *> chosen;
     for (const auto & point : prompt.checkpoints) {
