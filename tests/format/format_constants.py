@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -54,6 +53,8 @@ class Constants:
     """Exact rows that a cache keeps beyond n_recent."""
     cache_types: dict[str, tuple[int, float]]
     """Name of an ordinary cache type -> number in ggml, and bits per element."""
+    quantizers: dict[str, tuple[float, float]]
+    """Bits of a band -> best step and relative distortion on a Gaussian."""
     planes: dict[int, tuple[int, ...]]
     """Bits of a band -> bits of its planes, low ones first. 16: half precision."""
     trellis: Trellis
@@ -75,7 +76,7 @@ def _floats(bits: Iterable[int]) -> tuple[float, ...]:
 @functools.cache
 def constants() -> Constants:
     """Loads libsubkv at first use. Raises ImportError as `library.load`."""
-    values = json.loads(library.load().subkv_constants())
+    values = library.constants()
     values["planes"] = {int(bits): tuple(planes) for bits, planes in values["planes"].items()}
     values["scales"] = _floats(values["scales"])
     trellis = values["trellis"]

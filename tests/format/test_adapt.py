@@ -27,7 +27,6 @@ from subkv.format.bases import StoredBasis
 from subkv.native import library as _lib
 from subkv.plan.basis import fit_metric, gains, store
 from subkv.plan.predict import reconstructed
-from subkv.plan.quantizer import BEST_STEP, DISTORTION, WIDTHS
 
 pytestmark = adaptive_only
 F32 = np.ndarray[Any, np.dtype[np.float32]]
@@ -122,15 +121,6 @@ class Stream:
 def relative(x: F32, y: F32) -> float:
     """Squared error relative to the energy."""
     return float(((x - y).astype(np.float64) ** 2).sum() / (x.astype(np.float64) ** 2).sum())
-
-
-def test_quantizer_constants() -> None:
-    """Native code has the constants of subkv/plan/quantizer.py, where they are defined."""
-    step, error = ctypes.c_double(), ctypes.c_double()
-    for bits in WIDTHS:
-        capi.load().subkv_quantizer(bits, step, error)
-        assert error.value == pytest.approx(DISTORTION[bits], rel=1e-12)
-        assert step.value == BEST_STEP.get(bits, 0.0)
 
 
 @pytest.mark.parametrize("value", [False, True])

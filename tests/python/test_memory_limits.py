@@ -15,7 +15,6 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 import subkv
-from subkv.engine.memory import SMALL
 path = sys.argv[1]
 llm = subkv.Llama(path, kv_cache="subkv", n_ctx=256, n_threads=1, verbose=False)
 expected = llm("a b c", max_tokens=4, temperature=0)["choices"][0]["text"]

@@ -19,7 +19,6 @@ TEST: Signatures = {  # of subkv_test.h
     "subkv_ops_function": (_ptr, [ctypes.c_char_p]),
 }
 ADAPT_TEST: Signatures = {  # of capi/adapt/subkv_adapt_test.h
-    "subkv_quantizer": (None, [_i32, _f64_p, _f64_p]),
     "subkv_sketch_bytes": (_i64, [_ptr]),
     "subkv_sketch_count": (_i64, [_ptr]),
     "subkv_sketch_energy": (ctypes.c_double, [_ptr]),

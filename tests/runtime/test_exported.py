@@ -26,6 +26,7 @@ SUCCEED = {
     "subkv_kernel_name",
     "subkv_device_kernel_name",
     "subkv_constants",
+    "subkv_available_memory",
     "subkv_layout_free",
     "subkv_bases_free",
     "subkv_sidecar_folder",

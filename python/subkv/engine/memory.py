@@ -16,65 +16,20 @@ from typing import Any
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import MIB, CacheChoice, attached
 from subkv.engine.stats import KVStats, context_stats
-from subkv.native.binding import C, captured_log
+from subkv.native.binding import C, captured_log, native
 from subkv.native.gguf import Gguf
 
 FIT = "LLAMA_ARG_FIT"  # llama.cpp's variable; "off": no check
-SMALL = 192 * MIB  # reserve in the process's limit for small blocks, without which llama.cpp aborts
+UNKNOWN = (1 << 63) - 1
 N_SIMULATED = 1 << 18  # tokens; even with no_alloc, llama.cpp allocates 50 bytes per cell
 
 _COMPUTE_LINE = re.compile(r"compute buffer size = +([\d.]+) MiB")
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process can still allocate, including swap; None if unknown.
-
-    The minimum over the machine, all enclosing control groups (v2, v1; file pages count as free), and the process's own
-    limits less SMALL.
-    """
-    try:
-        system = _fields((proc / "meminfo").read_text())
-        sizes = [1024 * (system["MemAvailable"] + system["SwapFree"]), *_own_limits(proc)]
-        groups = (proc / "self/cgroup").read_text().splitlines()
-    except (OSError, KeyError):
-        return None
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = cgroup / "memory" if controllers else cgroup
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        folder = root / path.lstrip("/")
-        for group in (folder, *folder.parents):
-            if not group.is_relative_to(root):
-                break
-            try:
-                limit, usage = ((group / name).read_text().strip() for name in names)
-                status = _fields((group / "memory.stat").read_text())
-            except OSError:  # not mounted here, or the root group of v2
-                continue
-            if limit != "max":
-                total = "total_" if controllers else ""
-                cached = status.get(f"{total}inactive_file", 0) + status.get(f"{total}active_file", 0)
-                sizes.append(int(limit) - int(usage) + cached + 1024 * system["SwapFree"])
-    return max(min(sizes), 0)
-
-
-def _own_limits(proc: Path) -> list[int]:
-    """Bytes that RLIMIT_AS and RLIMIT_DATA leave, less SMALL."""
-    try:
-        text, status = (proc / "self/limits").read_text(), _fields((proc / "self/status").read_text())
-    except OSError:
-        return []
-    limits = re.findall(r"^Max (address space|data size) +(\d+)", text, re.MULTILINE)
-    used = {"address space": status["VmSize"], "data size": status["VmData"]}  # KiB
-    return [int(limit) - 1024 * used[name] - SMALL for name, limit in limits]
-
-
-def _fields(text: str) -> dict[str, int]:
-    """Numbers by name, from lines `Name: 12 kB` or `name 12`."""
-    words = (line.replace(":", " ").split() for line in text.splitlines())
-    return {parts[0]: int(parts[1]) for parts in words if len(parts) > 1 and parts[1].isdigit()}
+    """Bytes that this process can still allocate, including swap; None if unknown (subkv.h)."""
+    n_bytes = int(native().subkv_available_memory(os.fsencode(proc), os.fsencode(cgroup)))
+    return None if n_bytes == UNKNOWN else n_bytes
 
 
 def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: int = 0, model: Any = None) -> None:

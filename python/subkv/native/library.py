@@ -132,6 +132,7 @@ SIGNATURES: Signatures = {
     "subkv_kernel_name": (_str, []),
     "subkv_device_kernel_name": (_str, []),
     "subkv_constants": (_str, []),
+    "subkv_available_memory": (_i64, [_str, _str]),
     "subkv_encode_rows": (_i64, [_ptr, _ptr, _i32, _ptr, _i64, _ptr]),
     "subkv_decode_rows": (ctypes.c_bool, [_ptr, _ptr, _i32, _ptr, _i64, _ptr]),
     "subkv_layout_present": (_i32, [_str]),
@@ -238,11 +239,15 @@ def ggml() -> ctypes.CDLL:
     return ctypes.CDLL(str(lib_dir() / f"libggml-base{SUFFIX}"))
 
 
+def constants() -> dict[str, Any]:
+    """The constants of the formats (subkv_constants)."""
+    return dict(json.loads(load().subkv_constants()))
+
+
 @functools.cache
 def cache_types() -> dict[str, tuple[int, float]]:
     """The ordinary cache types: name -> number in ggml, and bits per element."""
-    types = json.loads(load().subkv_constants())["cache_types"]
-    return {name: (number, bits) for name, (number, bits) in types.items()}
+    return {name: (number, bits) for name, (number, bits) in constants()["cache_types"].items()}
 
 
 def llama_cpp_commit() -> str:

@@ -13,6 +13,7 @@ import math
 import numpy as np
 
 from subkv.format.arrays import F64
+from subkv.native import library
 
 WIDTHS = (2, 3, 4, 5, 6, 8, 16)  # bits of a band, FORMAT.md §2 (widths.h; a test compares them)
 CODED_WIDTHS = WIDTHS[:-1]  # those with integer codes
@@ -46,28 +47,11 @@ def gaussian_distortion(bits: int, step: F64 | float) -> F64:
     return total
 
 
+_QUANTIZERS: dict[str, tuple[float, float]] = library.constants()["quantizers"]
 # bits -> step that minimises gaussian_distortion
-BEST_STEP = {
-    2: 0.9956867034216746,
-    3: 0.5860194426808608,
-    4: 0.3352006115234407,
-    5: 0.18813878514779525,
-    6: 0.10406302641121437,
-    8: 0.030762378623313512,
-}
-# bits -> relative distortion E (x − x̂)² / E x² of a Gaussian at the best step; 0: a dropped coefficient. Up to 6 bits:
-# measured for a path of 64 coefficients with a fixed scale (kernels/include/subkv/trellis.h); all but the shortest rows
-# have a path.
-DISTORTION = {
-    0: 1.0,
-    2: 0.0884,
-    3: 0.02445,
-    4: 0.00672,
-    5: 0.00182,
-    6: 0.00050,
-    8: float(gaussian_distortion(8, BEST_STEP[8])),
-    16: 2.0**-24 / 3.0,  # bound for halves, whose error is uniform within half an ulp
-}
+BEST_STEP = {bits: _QUANTIZERS[str(bits)][0] for bits in CODED_WIDTHS}
+# bits -> relative distortion E (x − x̂)² / E x² of a Gaussian at the best step; 0: a dropped coefficient
+DISTORTION = {0: 1.0, **{bits: _QUANTIZERS[str(bits)][1] for bits in WIDTHS}}
 
 
 @functools.cache

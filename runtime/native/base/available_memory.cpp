@@ -13,6 +13,7 @@ namespace subkv {
 namespace {
 
 constexpr int64_t UNKNOWN = INT64_MAX;
+constexpr int64_t SMALL   = 192 << 20; // for small blocks, without which llama.cpp aborts
 
 std::ifstream opened(const std::string & path) {
     std::ifstream in(path);
@@ -77,7 +78,7 @@ int64_t left_by_groups(const std::string & line, const std::string & mounted) {
     return left;
 }
 
-// What RLIMIT_AS and RLIMIT_DATA leave.
+// What RLIMIT_AS and RLIMIT_DATA leave, less SMALL.
 int64_t left_by_limits(const std::string & proc) {
     auto          used = fields(proc + "/self/status"); // in KiB
     int64_t       left = UNKNOWN;
@@ -88,7 +89,7 @@ int64_t left_by_limits(const std::string & proc) {
                 std::istringstream numbers(line.substr(std::string(name).size()));
                 numbers.imbue(std::locale::classic());
                 if (int64_t limit = 0; numbers >> limit) {
-                    left = std::min(left, limit - 1024 * used[of]);
+                    left = std::min(left, limit - 1024 * used[of] - SMALL);
                 }
             }
         }

@@ -12,6 +12,7 @@
 #include "error.h"
 #include "layout.h"
 #include "numbers.h"
+#include "quantizer.h"
 #include "sha256.h"
 #include "subkv/trellis.h"
 
@@ -398,7 +399,8 @@ static uint32_t bits_of(float x) {
 }
 
 std::string constants_to_json() {
-    std::ostringstream out = json_stream();
+    constexpr int      EXACT_DOUBLE = 17; // digits
+    std::ostringstream out          = json_stream();
     out << "{\"version\":" << FORMAT_VERSION << ",\"scale_one\":" << SCALE_ONE
         << ",\"scale_candidates_below\":" << SCALE_CANDIDATES_BELOW << ",\"half_max\":" << (int) HALF_MAX
         << ",\"max_bands\":" << MAX_BANDS << ",\"max_head_size\":" << MAX_HEAD_SIZE << ",\"band_step\":" << BAND_STEP
@@ -408,6 +410,11 @@ std::string constants_to_json() {
     for (const ggml_type type : ORDINARY_TYPES) {
         out << (type == ORDINARY_TYPES[0] ? "" : ",") << '"' << ggml_type_name(type) << "\":[" << (int) type << ','
             << element_bits(type) << ']';
+    }
+    out << "},\"quantizers\":{";
+    for (const int32_t bits : WIDTHS) {
+        out << (bits == WIDTHS[0] ? "" : ",") << '"' << bits << "\":[" << number(quantizer_step(bits), EXACT_DOUBLE)
+            << ',' << number(quantizer_distortion(bits), EXACT_DOUBLE) << ']';
     }
     out << "},\"planes\":{";
     for (const int32_t bits : WIDTHS) {

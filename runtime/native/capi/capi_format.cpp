@@ -1,4 +1,5 @@
 // capi_format.cpp: section "format" of subkv.h.
+#include "available_memory.h"
 #include "capi.h"
 #include "numbers.h"
 
@@ -47,6 +48,12 @@ void check_room(const char * function, int64_t n, const void * in, const void * 
 } // namespace
 
 extern "C" {
+
+int64_t subkv_available_memory(const char * proc, const char * cgroup) {
+    return guarded<int64_t>("subkv_available_memory", INT64_MAX, [&] {
+        return available_memory(proc ? proc : "/proc", cgroup ? cgroup : "/sys/fs/cgroup");
+    });
+}
 
 const char * subkv_constants(void) {
     return guarded<const char *>("subkv_constants", nullptr, [] {

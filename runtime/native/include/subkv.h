@@ -60,8 +60,14 @@ SUBKV_API const char * subkv_device_kernel_name(void);
 
 // The constants of rows, files and caches as JSON: the names of kernels/include/subkv/format.h in lower case;
 // "cache_types": name of an ordinary cache type -> number in ggml, bits per element; "planes": bits of a band -> bits of
-// its planes, low bits first; "scales": [256] scale of each scale code, as the bits of an f32.
+// its planes, low bits first; "quantizers": bits of a band -> best step and relative distortion on a Gaussian;
+// "scales": [256] scale of each scale code, as the bits of an f32.
 SUBKV_API const char * subkv_constants(void);
+
+// Bytes that this process can still allocate, including swap. They are the minimum over the machine, all enclosing
+// control groups, and the process's own limits less a reserve for small blocks. Returns INT64_MAX if it is unknown, as on
+// other systems than Linux. proc, cgroup: the folders to read, or NULL for /proc and /sys/fs/cgroup.
+SUBKV_API int64_t subkv_available_memory(const char * proc, const char * cgroup);
 
 // Rows of one KV head, with bands [n_bands][2] as coefficients and bits, ratio [n_bands], c [n][rank] f32 coefficients,
 // and rows [n][row_bytes]. encode returns the number of non-finite rows (decode gives NaN), or -1. Every processor

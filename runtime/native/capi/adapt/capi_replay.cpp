@@ -240,11 +240,4 @@ bool subkv_adapt_replay(const subkv_layout * layout, const subkv_adapt_params * 
     });
 }
 
-void subkv_quantizer(int32_t bits, double * step, double * distortion) {
-    guarded("adapt", [&] {
-        not_null(step, "subkv_quantizer: step")             = quantizer_step(bits);
-        not_null(distortion, "subkv_quantizer: distortion") = quantizer_distortion(bits);
-    });
-}
-
 } // extern "C"

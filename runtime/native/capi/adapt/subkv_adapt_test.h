@@ -22,9 +22,6 @@ SUBKV_API bool subkv_adapt_lift(const subkv_adapt * adapt, int32_t slot, const f
 SUBKV_API int64_t subkv_adapt_save(const subkv_adapt * adapt, void * state, int64_t n);
 SUBKV_API bool    subkv_adapt_restore(subkv_adapt * adapt, const void * state, int64_t n);
 
-// Step and distortion of a band's quantizer on a unit Gaussian, from the C++ code, or 0 and 1 for unknown widths.
-SUBKV_API void subkv_quantizer(int32_t bits, double * step, double * distortion);
-
 SUBKV_API int64_t subkv_sketch_bytes(const subkv_sketch * sketch);
 SUBKV_API int64_t subkv_sketch_count(const subkv_sketch * sketch);
 SUBKV_API double  subkv_sketch_energy(const subkv_sketch * sketch);
