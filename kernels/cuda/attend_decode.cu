@@ -1,5 +1,5 @@
-// attend_decode.cu: a few tokens per stream, each with blocks of its own; all query heads of a KV head per read of its
-// codes, cells split over blocks.
+// attend_decode.cu: attention of a few tokens per stream to coded cells. Each token has blocks of its own, over which its
+// cells are split. A block reads the codes of a KV head once for all query heads.
 //
 // A block loads one or two complete tiles at a time to shared memory. Codes become bytes (levels.cuh), and tensor cores
 // multiply them (products.cuh): keys (8 cells) by the high and low bytes of four query rows; values (8 coefficients) by
@@ -19,7 +19,7 @@ namespace subkv::cuda {
 
 namespace {
 
-// Copies of a step's tiles to shared memory; a thread copies from one of them.
+// Copies a step's tiles to shared memory. A thread copies from one of them.
 class TileCopies {
 public:
     template <int F>
@@ -80,7 +80,7 @@ template <int F> __device__ inline void share_maxima(const Shared<F> & s, const 
     }
 }
 
-// Moves the rows' states to a step's cells. Returns the unit of its weights; logits.top: of all warps.
+// Moves the rows' states to a step's cells, and makes logits.top the maxima of all warps. Returns the weights' unit.
 template <int F> __device__ inline float move_rows(const Shared<F> & s, Logits<F> & logits, Softmax (&rows)[F]) {
     const auto largest = [&](int i) {
         constexpr int N = 4 * F + 1;
@@ -208,7 +208,8 @@ template <int F> size_t shared_bytes(const Job & job) {
     return std::max(exact, Shared<F>(nullptr, job).bytes);
 }
 
-// Four blocks per multiprocessor hide each other's latency; large tiles only permit two. most: shared memory of a block
+// Four blocks per multiprocessor hide each other's latency, but large tiles only permit two. A block may have `most`
+// bytes of shared memory.
 template <int F> Job job_of(const Combine & b, size_t most) {
     const Layer & l = b.a.layer;
     Job job{ b, ExactParts(b).n_blocks(l), MOST_TILES, true, tile_bytes(l.row_bytes_k), tile_bytes(l.row_bytes_v), {} };

@@ -120,7 +120,7 @@ template <int N, int OUT> struct SomeBasis {
     }
 };
 
-// Stores a warp's sums; the block's sum of element i after that.
+// Stores a warp's sums, which sum_of_warps then adds.
 template <int OUT> __device__ void store_sums(const Shared & s, const float (&sum)[OUT][COLUMNS], int size) {
     const int column = COLUMNS * ((int) threadIdx.x % WARP);
     float *   mine   = s.sums + (int) threadIdx.x / WARP * s.pitch;

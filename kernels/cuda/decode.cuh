@@ -137,7 +137,8 @@ __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run 
     }
 }
 
-// to_second: offset of the second tile in bytes; 0: only one.
+// The second tile is to_second bytes behind the first one. If there is none, to_second is 0, and the first one is read
+// twice.
 template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int to_second, Products<F> & products) {
     const int lane = (int) threadIdx.x % WARP, q = (int) threadIdx.x / WARP;
     const int c = lane % 16; // a lane reads cells 16 * q + c and passes their bytes to the lanes that multiply them

@@ -126,7 +126,7 @@ struct EncodeShared {
 
 constexpr uint32_t X_FINITE = 1, FINITE = 2, LIVE = 4; // of a row: x, c, and not all of c are 0
 
-// Fills octet, order and n_path; valid after the next barrier.
+// Fills octet, order and n_path, which are valid after the next barrier.
 __device__ void fill_path(const HeadCodec & codec, EncodeShared & s) {
     s.n_path = 0;
     for (int b = 0; b < codec.n_bands; ++b) {
@@ -205,7 +205,7 @@ __device__ int least_state(const float (&cost)[STATES]) {
     return least;
 }
 
-// Errors of STEPS places in registers; the search waits for them once.
+// Errors of STEPS places in registers, so that the search waits for them once.
 struct Errors {
     float4 of[STEPS];
 

@@ -15,7 +15,7 @@ __device__ inline int64_t exact_value(const Layer & l, int h) {
     return l.latent ? 0 : (int64_t) l.n_head_kv * l.d_k + h * l.d_v;
 }
 
-// An element of an exact row; a row that is not finite is HALF_NAN.
+// An element of an exact row. All elements of a row that is not finite are HALF_NAN.
 __device__ inline uint16_t exact_half(float x) {
     return to_half(fminf(fmaxf(x, -HALF_MAX), HALF_MAX));
 }

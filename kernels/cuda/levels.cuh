@@ -131,7 +131,7 @@ __host__ __device__ constexpr uint64_t table_by_choice(bool on_path) {
     return table;
 }
 
-// Twice the byte of the value 0; bytes are signed.
+// Twice the byte that means 0. Bytes are signed.
 __host__ __device__ constexpr int level_zero(int bits, bool on_path) {
     return bits == 8 || (on_path && bits > 4) ? -1 : on_path ? 2 * LEVEL_ZERO - 1 : (1 << bits) - 1;
 }

@@ -34,7 +34,7 @@ __device__ inline float state_top(float m, float z) {
     return is_nan(z) && m == -INFINITY ? 0.0f : m;
 }
 
-// Updates the maximum for keys whose largest logit is `top`; returns the factor for the old sums.
+// Updates the maximum for keys whose largest logit is `top`. Returns the factor for the old sums.
 __device__ inline float move_top(float & m, float top) {
     const float larger = fmaxf(m, top);
     const float keep   = m == -INFINITY ? 0.0f : expf(m - larger);

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int GROUP = 4; // query heads whose products are summed at a time
 
-// A row of a basis, or the mean; a lane has the elements COLUMNS * lane to + COLUMNS - 1 of each part.
+// A row of a basis, or the mean. A lane has the elements COLUMNS * lane to + COLUMNS - 1 of each part.
 struct Row {
     static constexpr int PARTS = (MAX_HEAD_SIZE + ROW - 1) / ROW;
 
@@ -89,7 +89,7 @@ template <int F> struct ProjectShared {
     }
 };
 
-// Stores the exact rows of a token and KV head; the cell's scales become SCALE_NAN. A block's work.
+// A block stores the exact rows of a token and KV head, and makes the cell's scales SCALE_NAN.
 __device__ void store_rows(const Attend & a, const StoreRows & s, int64_t token, int h) {
     const Layer & l    = a.layer;
     const int     lane = (int) threadIdx.x % WARP, warp = (int) threadIdx.x / WARP;
@@ -137,7 +137,7 @@ __device__ void store_rows(const Attend & a, const StoreRows & s, int64_t token,
     }
 }
 
-// Rows i0, i0 + BLOCK_WARPS, … of a basis, or one row of it; a lane has COLUMNS elements of each part of ROW elements.
+// Rows i0, i0 + BLOCK_WARPS, … of a basis, or one row of it. A lane has COLUMNS elements of each part of ROW elements.
 template <int ROWS, int PARTS> struct BasisRows {
     FourHalves row[ROWS][PARTS];
 

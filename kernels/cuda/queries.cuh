@@ -22,7 +22,7 @@ template <int F> struct Queries {
     __host__ __device__ static int size(int width_k) { return F * ((width_k / 8 + 1) / 2 * WARP + 8); }
 };
 
-// Quantizes query row g, of coefficients `row`; a warp's work. Words of missing rows and octets stay zero.
+// A warp quantizes query row g, of coefficients `row`. Words of missing rows and octets stay zero.
 template <int F> __device__ void quantize_row(const Queries<F> & to, const KeysPlan & keys, const float * row, int g) {
     const int lane    = (int) threadIdx.x % WARP;
     float     largest = 0.0f, bad = 0.0f; // bad: NaN if a coefficient is not finite

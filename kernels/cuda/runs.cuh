@@ -6,7 +6,7 @@
 
 namespace subkv::cuda {
 
-// Octets of one band, coefficients 8 * first() to 8 * (first() + n()) - 1; one load.
+// Octets of one band, which have coefficients 8 * first() to 8 * (first() + n()) - 1. One load reads a Run.
 struct alignas(8) Run {
     uint32_t where, what;
 
@@ -32,7 +32,7 @@ struct alignas(8) Run {
     }
 };
 
-// An octet whose codes determine levels of later octets; wrapped: of octets in the next lane (trellis.h).
+// An octet whose codes determine levels of later octets, which are in the next lane (trellis.h) if it is wrapped.
 struct alignas(4) Place {
     uint16_t at;
     uint8_t  kind; // 1 << bits
@@ -97,7 +97,7 @@ template <int BITS> struct Width {
     static constexpr int bits = BITS;
 };
 
-// Calls f(Width<BITS>{}) for kind 1 << BITS, if these are codes; the most frequent widths take one test.
+// Calls f(Width<BITS>{}) for kind 1 << BITS, if these are codes. The tests begin with the most frequent width.
 template <typename F> __device__ inline void by_width(uint32_t kind, const F & f) {
     if (kind & 1 << 4) {
         f(Width<4>{});

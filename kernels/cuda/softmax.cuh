@@ -1,5 +1,5 @@
-// softmax.cuh: parts of the decode kernel (attend_decode.cu): logits and weights of a quarter of a step's cells, and what a
-// block writes.
+// softmax.cuh: parts of the decode kernel (attend_decode.cu), which make logits and weights of a quarter of a step's
+// cells, and write a block's results.
 #pragma once
 
 #include "decode.cuh"

@@ -38,7 +38,7 @@ struct Octets {
     __device__ const Octet & at_place(int place) const { return octet[path[place < 0 ? place + n_path : place]]; }
 };
 
-// Called by the whole block; valid after the next barrier.
+// The whole block calls this. The octets are valid after the next barrier.
 __device__ inline void fill_octets(const HeadCodec & codec, Octets & octets) {
     octets.n      = codec.rank / 8;
     octets.n_path = 0;
@@ -188,7 +188,7 @@ template <int BITS> __device__ inline uint64_t to_levels(uint64_t codes, uint64_
            to_levels<BITS>((uint32_t) codes, (uint32_t) one, (uint32_t) two);
 }
 
-// Like read_codes; on a path returns levels plus 128 and advances the choices by a place.
+// Does what read_codes does, but on a path returns levels plus 128 and advances the choices by a place.
 template <int BITS, typename Word>
 __device__ inline void read_bytes(bool on_path, const uint8_t * octet, int quarter, int at, Word (&one)[2],
                                   Word (&two)[2], Word (&bytes)[2]) {
@@ -204,7 +204,7 @@ __device__ inline void read_bytes(bool on_path, const uint8_t * octet, int quart
     }
 }
 
-// Selects code by an octet's width and path, which are equal in a warp; not for halves.
+// Selects code by an octet's width and path, which are equal in a warp. It does not read halves.
 template <typename Word>
 __device__ inline void read_bytes(const Octet & octet, const uint8_t * tile, int quarter, int at, Word (&one)[2],
                                   Word (&two)[2], Word (&bytes)[2]) {

@@ -1,4 +1,4 @@
-// shaders.cpp: SPIR-V of the .comp files; glslc writes it as C initializers to the build folder.
+// shaders.cpp: the SPIR-V of the .comp files, which glslc writes as C initializers to the build folder.
 #include "shaders.h"
 
 namespace subkv::vulkan {

@@ -129,7 +129,7 @@ struct Cuda {
     static constexpr size_t WORDS_ALIGNMENT = 16; // bytes
 };
 
-// Number of the CUDA device of a type of buffer; -1: none. Registers our nodes with its backend first.
+// Registers our nodes with the backend of a type of buffer. Returns the number of its CUDA device, or -1 if it has none.
 int cuda_device(ggml_backend_buffer_type_t buft);
 
 class CudaLayer final : public GpuLayer<Cuda> {
@@ -274,8 +274,8 @@ cuda::Layer CudaLayer::args(int64_t width) const {
     return l;
 }
 
-// Callbacks of the backend for a custom node: whether it runs on that device; launches it and returns nullptr, or an
-// error message.
+// The backend calls these for a custom node. `supports` says whether the node runs on that device, and `compute` launches
+// it and returns nullptr or an error message.
 bool supports(const ggml_tensor * node, int device) {
     const auto * n = (const CudaLayer::Node *) device_userdata(node);
     return n && n->layer->device() == device;

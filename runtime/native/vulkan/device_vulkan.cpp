@@ -28,7 +28,7 @@ struct Vulkan {
     static void complete(vulkan::Attend & a, const Window & /*window*/, vulkan::Place rest) { a.packed = rest; }
 };
 
-// The Vulkan device of a type of buffer; nullptr: none. Registers our nodes with its backend first.
+// Registers our nodes with the backend of a type of buffer. Returns its Vulkan device, or nullptr if it has none.
 ggml_backend_dev_t vulkan_device(ggml_backend_buffer_type_t buft);
 
 // A function of our patch.
