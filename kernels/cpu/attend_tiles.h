@@ -114,7 +114,7 @@ static inline bool has_bad_weight(const Step & step, const float * weight) {
     return false;
 }
 
-// Does the row see a cell of the step?
+// Turns a row's logits of the step into weights, unless it sees none of its cells.
 template <typename Isa> static void softmax_step(const Call & call, Step & step, int64_t cell, int64_t index, int i) {
     Row &         row  = call.row[index];
     const float * bias = call.a.bias + index / call.a.n_group * call.a.bias_stride + cell;

@@ -2,9 +2,9 @@
 // so that no warp waits for another one before the end. It reads lines from global memory to registers. Built with
 // SUBKV_WARP_PAIRS, it replaces the decode kernel's blocks of cells for up to FOUR query rows.
 //
-// Keys: lane l has cells l / 4 and l / 4 + 8 of each quarter of a tile, and every fourth octet of a run; the choices before
-// a code come from the lanes with the octets before. Values: as in the decode kernel, but for all octets. Products and sums of integers are the decode kernel's, so
-// that a split of one pair gives the same bits of maxima and sums of values.
+// Keys: lane l has cells l / 4 and l / 4 + 8 of each quarter of a tile, and every fourth octet of a run. The choices before
+// a code come from the lanes with the octets before. Values are as in the decode kernel, but for all octets. Products and
+// sums of integers are the decode kernel's, so that a split of one pair gives the same bits of maxima and sums of values.
 #pragma once
 
 #include "softmax.cuh"
@@ -57,8 +57,8 @@ template <int F> struct PairsShared {
     }
 };
 
-// The lowest bits of the last four octets on the path, which lanes with the same l / 4 have: the last octet's in lane 3. By
-// quarter, for the lane's two cells.
+// The lowest bits of the last four octets on the path, which lanes with the same l / 4 have. The last octet's are in lane 3.
+// By quarter, for the lane's two cells.
 using LastChoices = uint32_t[QUARTERS][2];
 
 // Integer products of a tile's keys with the queries, by quarter, as Products.
@@ -79,7 +79,7 @@ __device__ inline uint32_t read_key(const Lines & lines, int q, const Levels & l
     }
 }
 
-// Four octets of a run, of which the lane has number `i`, if it is below `lanes`. at: of its octet, at its cell
+// Four octets of a run, of which the lane has number `i`, if it is below `lanes`. at: the octet's bytes of the lane's cell.
 template <int BITS, int F>
 __device__ inline void multiply_octets(const Levels & levels, const uint8_t * at, const uint32_t (&right)[F][2],
                                        int lanes, LastChoices & last, TileProducts<F> & products) {

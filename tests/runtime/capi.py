@@ -39,8 +39,9 @@ def research() -> Signatures:
     """subkv_research.h, declared by the programs that call it."""
     from research.experiments import live
     from research.float32 import adaptive
+    from subkv.native import core_speed
 
-    return {**live.SIGNATURES, **adaptive.PROJECT}
+    return {**live.SIGNATURES, **adaptive.PROJECT, **core_speed.SIGNATURES}
 
 
 def adapt() -> Signatures:

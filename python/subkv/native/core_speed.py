@@ -9,7 +9,7 @@ from subkv.native import library
 
 _double = ctypes.c_double
 _out = ctypes.POINTER(_double)
-SIGNATURES: library.Signatures = {"subkv_core_speed": (None, [_double, _out, _out])}
+SIGNATURES: library.Signatures = {"subkv_core_speed": (ctypes.c_bool, [_double, _out, _out])}
 
 
 class CoreSpeed(NamedTuple):
@@ -23,7 +23,8 @@ class CoreSpeed(NamedTuple):
 
 
 def core_speed(seconds: float = 0.2) -> CoreSpeed:
-    """Measure it on one thread for `seconds`. Raises ImportError as library.load()."""
+    """Measure it on one thread for `seconds`. Raises ImportError as library.load(), MemoryError."""
     clock, additions = _double(), _double()
-    library.declare(library.load(), SIGNATURES).subkv_core_speed(seconds, clock, additions)
+    if not library.declare(library.load(), SIGNATURES).subkv_core_speed(seconds, clock, additions):
+        raise MemoryError(library.last_error())
     return CoreSpeed(round(clock.value, 3), round(additions.value, 2))

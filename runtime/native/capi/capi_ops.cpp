@@ -19,10 +19,18 @@ static const Ops & version_at(const char * function, int32_t i) {
 
 extern "C" {
 
-void subkv_core_speed(double seconds, double * clock_ghz, double * additions_per_cycle) {
-    const CoreSpeed found = core_speed(seconds);
-    *clock_ghz            = found.clock_ghz;
-    *additions_per_cycle  = found.additions_per_cycle;
+bool subkv_core_speed(double seconds, double * clock_ghz, double * additions_per_cycle) {
+    clear_error();
+    return guarded("core", [&] {
+        not_null(clock_ghz, "subkv_core_speed: clock_ghz");
+        not_null(additions_per_cycle, "subkv_core_speed: additions_per_cycle");
+        if (!(seconds >= 0.0 && seconds <= 10.0)) {
+            fail("subkv_core_speed: seconds: expected 0 to 10, found another number");
+        }
+        const CoreSpeed found = core_speed(seconds);
+        *clock_ghz            = found.clock_ghz;
+        *additions_per_cycle  = found.additions_per_cycle;
+    });
 }
 
 int32_t subkv_ops_count(void) {

@@ -261,8 +261,8 @@ std::string content_of(const LoadedModel & model, double seconds, bool & is_fina
     });
 }
 
-bool take_states(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
-                 StoreStates && states, bool wait) {
+bool put_states_of_libllama(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
+                            StoreStates && states, bool wait) {
     clear_error();
     return guarded(SUBJECT, false, [&] { return put_states(store, identity, *prompt, std::move(states), wait); });
 }
@@ -278,7 +278,7 @@ StoreCalls subkv::store_calls() {
              subkv_store_found_reach,
              subkv_store_found_free,
              subkv_store_get_stats,
-             take_states,
+             put_states_of_libllama,
              content_of,
              digest_of };
 }

@@ -32,8 +32,9 @@ SUBKV_API int64_t subkv_layout_project(const subkv_layout * layout, int32_t il, 
 // speed of this machine
 //
 
-// How much of a core the calling thread gets (kernels/include/subkv/core_speed.h). Takes `seconds`.
-SUBKV_API void subkv_core_speed(double seconds, double * clock_ghz, double * additions_per_cycle);
+// How much of a core the calling thread gets (kernels/include/subkv/core_speed.h), measured for `seconds` of at most
+// 10.
+SUBKV_API bool subkv_core_speed(double seconds, double * clock_ghz, double * additions_per_cycle);
 
 #ifdef __cplusplus
 }

@@ -1,5 +1,5 @@
 // prompts.cpp: which evaluated prompts llama-server stores on disk (SUBKV_STORE), reads again and moves, and when. Part of
-// llama-server.
+// libsubkv-server.
 //
 // A prompt is stored when its slot loses it, while all slots are idle, and before the server frees its contexts. A copy of
 // a slot's states takes time in which no request is served; a thread of the store writes it to the disk. A request gets

@@ -1,4 +1,4 @@
-// props.cpp: the cache in /props. Part of llama-server.
+// props.cpp: the cache in /props. Part of libsubkv-server.
 #include "llama-subkv-server.h"
 
 #include "cache_request.h"
