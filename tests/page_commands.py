@@ -139,9 +139,6 @@ NOT_RUN = {
         "python tests/architectures/features_page.py",
         "python tests/faults/try_faults.py",
     ],
-    "needs another processor or system, or an emulator": [
-        "python cmake/zig.py x86_64-linux-musl DIR",
-    ],
     "needs a GPU": [
         "python research/gpu/gpu.py",
         "python research/gpu/decide.py run -m model.gguf --programs build/gpu/bin",
