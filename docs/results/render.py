@@ -150,7 +150,8 @@ def _core(result: Result) -> str:
     if not cores:
         return ""
     additions = sorted(row["additions_per_cycle"] for row in cores)
-    return f", {cores[0]['clock_ghz']:.1f} GHz, {additions[0]:.1f} to {additions[-1]:.1f} additions per cycle"
+    each = " to ".join(dict.fromkeys(f"{n:.1f}" for n in (additions[0], additions[-1])))
+    return f", {cores[0]['clock_ghz']:.1f} GHz, {each} additions per cycle"
 
 
 def _facts(result: Result) -> list[str]:
