@@ -25,8 +25,8 @@ def memory(lab: Any) -> Rows:
             *("subkv", "chat", "-m", "M.gguf", "-c", "8192", *coded),
             *("-p", "Say hello.", "--single-turn", "-n", "8"),
         )
-        kv = re.search(r"KV cache: .*? ([\d.]+) MiB(?:.*\(and ([\d.]+) MiB of bases\))?", done.stderr)
-        if kv is None:
+        kv = re.search(r"KV cache: .*? ([\d.]+) MiB(?:.* ([\d.]+) MiB of it bases)?", done.stderr)
+        if kv is None or (kv[2] is None) == name.startswith("subkv"):
             raise click.ClickException(f"chat: expected a line with the cache's MiB, found {done.stderr[-400:]!r}")
         rows.append(
             {"name": name, "kv_mib": float(kv[1]), "bases_mib": float(kv[2] or 0), "rss_mib": done.peak_rss_mib}
@@ -37,9 +37,9 @@ def memory(lab: Any) -> Rows:
 def memory_markdown(rows: Rows) -> str:
     columns: list[Column] = [
         ("cache", lambda row: label(row["name"])),
-        ("KV cache, MiB", lambda row: f"{row['kv_mib']:.1f}"),
+        ("KV cache with bases, MiB", lambda row: f"{row['kv_mib']:.1f}"),
         ("share of f16", lambda row: f"{row['kv_mib'] / rows[0]['kv_mib']:.2f}"),
-        ("bases, MiB", lambda row: f"{row['bases_mib']:.1f}" if row["bases_mib"] else ""),
+        ("bases alone, MiB", lambda row: f"{row['bases_mib']:.1f}" if row["bases_mib"] else ""),
         ("peak RSS of the process, MiB", lambda row: f"{row['rss_mib']:.0f}"),
     ]
     return grid(rows, columns)
