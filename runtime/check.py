@@ -234,7 +234,7 @@ def measure_texts(
 
 def table(saved: Saved, predicted: dict[str, float], sizes: dict[str, KVStats]) -> list[str]:
     """A line per cache."""
-    from subkv.engine.stats import BITS_Q8_0
+    from subkv.engine.stats import in_q8_0
 
     speed, texts = saved["speed"], saved["texts"]
     f16 = speed["caches"]["f16"]
@@ -246,7 +246,7 @@ def table(saved: Saved, predicted: dict[str, float], sizes: dict[str, KVStats]) 
         stats, speeds = sizes["f16" if name == FLOOR else name], speed["caches"].get(name, f16)
         times = sizes["f16"].bytes_kv / stats.bytes_all
         cells = [name, f"{stats.bpe:.2f}", f"{stats.bytes_all / 2**20:.1f}"]
-        cells += [f"{times:.2f}", f"{times * BITS_Q8_0 / 16:.2f}"]
+        cells += [f"{times:.2f}", f"{in_q8_0(times):.2f}"]
         cells.append(f"{predicted[name]:.2g}" if name in predicted else "")
         if scored := {text: by_cache[name] for text, by_cache in texts.items() if name in by_cache}:
             mean = sum(row[0] * row[1] for row in scored.values()) / n

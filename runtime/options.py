@@ -128,13 +128,17 @@ def _model_file(context: click.Context, parameter: click.Parameter, value: str |
         context.params["model"] = _one_model(context, parameter, context.params["model"])
 
 
-def _one_model(context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+def _one_model(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     if value == "":  # a variable of a shell that is not set
         raise click.UsageError("-m: expected a model file, found an empty name")
     alone = context.meta.get(MODEL_FILE)
     if alone is not None and context.get_parameter_source("model") == click.core.ParameterSource.COMMANDLINE:
         raise click.UsageError(f"-m: expected one model, found {value} and {alone}")
-    return alone or value
+    model = alone or value
+    if model is None and parameter.required and not context.resilient_parsing:
+        # click takes the None of the default's function for a value
+        raise click.MissingParameter(ctx=context, param=parameter)
+    return model
 
 
 def context_option(default: int | None, text: str = "context size in tokens, 0: the trained context") -> Option:

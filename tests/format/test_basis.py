@@ -26,7 +26,7 @@ from subkv.plan.basis import (
     store,
 )
 from subkv.plan.hadamard import spreading
-from subkv.plan.quantizer import BEST_STEP, CODED_WIDTHS, DISTORTION, gaussian_distortion, shared_step
+from subkv.plan.quantizer import CODED_WIDTHS, best_step, distortion, gaussian_distortion, shared_step
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.sampled_from([8, 16, 24, 64, 80])
@@ -53,16 +53,16 @@ def expected_error(stored: StoredBasis, moment: F64, metric: F64) -> float:
 )
 def test_quantizer_matches_published_optima(bits: int, step: float, error: float) -> None:
     """Max, Quantizing for minimum distortion (1960), table of uniform quantizers."""
-    assert BEST_STEP[bits] == pytest.approx(step, rel=2e-3)
-    best = gaussian_distortion(bits, BEST_STEP[bits])
+    assert best_step(bits) == pytest.approx(step, rel=2e-3)
+    best = gaussian_distortion(bits, best_step(bits))
     assert float(best) == pytest.approx(error, rel=2e-3)
-    assert (gaussian_distortion(bits, BEST_STEP[bits] * np.array([1.0 - 1e-4, 1.0 + 1e-4])) >= best).all()
+    assert (gaussian_distortion(bits, best_step(bits) * np.array([1.0 - 1e-4, 1.0 + 1e-4])) >= best).all()
 
 
 @each("bits", CODED_WIDTHS)
 def test_distortion_agrees_with_sampling(bits: int) -> None:
     x = np.random.default_rng(bits).standard_normal(200_000)
-    for step in (0.5 * BEST_STEP[bits], BEST_STEP[bits], 2.0 * BEST_STEP[bits]):
+    for step in (0.5 * best_step(bits), best_step(bits), 2.0 * best_step(bits)):
         half_range = 0.5 * (2**bits - 1)
         code = np.clip(np.rint(x / step + half_range), 0, 2**bits - 1)
         measured = np.mean((x - step * (code - half_range)) ** 2)
@@ -101,7 +101,7 @@ def test_spreading_is_orthonormal_and_in_bytes(n: int) -> None:
 def test_mixing_is_chosen_for_unequal_variances_only() -> None:
     assert band_step(4, np.array([8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.1, 0.1]))[1]
     for bits in CODED_WIDTHS:
-        assert band_step(bits, np.full(8, 4.0)) == (pytest.approx(2 * BEST_STEP[bits]), False)
+        assert band_step(bits, np.full(8, 4.0)) == (pytest.approx(2 * best_step(bits)), False)
 
 
 @given(SEEDS, SIZES)
@@ -181,7 +181,7 @@ def test_quantized_error_is_near_the_plan(seed: int) -> None:
     measured = np.einsum("td,de,te->t", lost, metric, lost).mean()
     split = np.cumsum([0] + [n for n, _ in bands])
     expected = sum(
-        basis.importance[a:b].sum() * DISTORTION[bits]
+        basis.importance[a:b].sum() * distortion(bits)
         for (_, bits), a, b in zip(bands, split[:-1], split[1:], strict=True)
     )
     assert 0.3 * expected < measured < 1.5 * expected

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trellis_numpy import Path
 
-from subkv.plan.quantizer import DISTORTION
+from subkv.plan.quantizer import distortion
 
 # step of a unit Gaussian, and the squared error of the best quantizer of as many levels (Lloyd, Max)
 STEP = {2: 0.4098, 3: 0.2361, 4: 0.1200, 5: 0.0665, 6: 0.0343}
@@ -122,12 +122,12 @@ def test_gaussians(lib: Any, bits: int) -> None:
     code = np.zeros(64, np.uint8)
     path = sum(lib.find_path(head.ref(), o.ptr(row), 1.0, o.ptr(code)) for row in c)
     energy = float((c.astype(np.float64) ** 2).sum())
-    assert path / energy == pytest.approx(DISTORTION[bits], rel=0.05)
+    assert path / energy == pytest.approx(distortion(bits), rel=0.05)
     c = c[:300]
     energy = float((c.astype(np.float64) ** 2).sum())
     rows, n_bad = encoded(head, c)
     error = float(((decoded(lib, head, rows).astype(np.float64) - c) ** 2).sum())
-    assert n_bad == 0 and error / energy < 0.98 * DISTORTION[bits] < 0.85 * SCALAR[bits]
+    assert n_bad == 0 and error / energy < 0.98 * distortion(bits) < 0.85 * SCALAR[bits]
 
 
 @each("latent", [False, True])

@@ -86,6 +86,8 @@ def test_programs_refuse_the_same_way(command: list[str], tmp_path: Path) -> Non
         (["convert", "--model", "M"], "No such option '--model'; the model stands alone: subkv convert MODEL"),
         (["chat", "-m", ""], "-m: expected a model file, found an empty name"),
         (["bench", "-m", ""], "-m: expected a model file, found an empty name"),
+        (["bench"], "Missing option '-m' / '--model'."),
+        (["bench", "-p", "8"], "Missing option '-m' / '--model'."),
         (["convert", "M", "--n-sink", "-5"], "'--n-sink': -5 is not in the range 0<=x<=4096."),
         (["convert", "M", "--n-recent", "65537"], "'--n-recent': 65537 is not in the range 0<=x<=65536."),
         (["convert", "M", "--rank-k", "12"], "'--rank-k': expected a positive multiple of 8, found 12"),

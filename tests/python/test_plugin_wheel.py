@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import zipfile
@@ -101,4 +100,5 @@ def test_an_unpatched_program(site: Path, tiny_model: object) -> None:
     assert "whose ggml loads the plug-in" in run(site, "doctor", program, **path).stdout
     options = ["-m", model, "-t", 1, "-c", 256, "-n", 4, "-no-cnv", "-p", "a b c"]
     done = run(site, "run", program, *options, **path)
-    assert done.returncode == 0 and re.search(r"^subkv: coded K/V cache, ", done.stderr, re.M), done.stderr[-2000:]
+    # not at the beginning of a line: the thread of llama.cpp's log writes a line in pieces
+    assert done.returncode == 0 and "subkv: coded K/V cache, " in done.stderr, done.stderr[-2000:]

@@ -13,7 +13,10 @@ from subkv.native import library
 from subkv.native.binding import C, LogLines, model_meta, native
 from subkv.native.library import cache_types
 
-BITS_Q8_0 = cache_types()["q8_0"][1]
+
+def in_q8_0(n: float) -> float:
+    """n, a size in f16 or a ratio to one, for the same elements in q8_0."""
+    return n * cache_types()["q8_0"][1] / 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,7 @@ def sizes(stats: KVStats) -> str:
     if stats.type_k == stats.type_v == "f16" or not stats.bytes_kv:
         return mib
     f16 = stats.bytes_f16 / stats.bytes_all
-    q8_0 = f16 * BITS_Q8_0 / 16
+    q8_0 = in_q8_0(f16)
     if f16 < 1.05:
         return f"{mib} (f16: {stats.bytes_f16 / MIB:.1f} MiB)"
     return f"{mib}: {f16:.1f}× smaller than f16" + (f", {q8_0:.1f}× than q8_0" if q8_0 >= 1.05 else "")
@@ -88,7 +91,7 @@ def cache_line(stats: KVStats) -> str:
 def smaller_type(stats: KVStats) -> str:
     """The ordinary cache type that takes less than a coded cache of so few cells, "" if there is none."""
     n_bytes = stats.bytes_all
-    if not stats.n_layer_coded or n_bytes < stats.bytes_f16 * BITS_Q8_0 / 16:
+    if not stats.n_layer_coded or n_bytes < in_q8_0(stats.bytes_f16):
         return ""
     return "f16" if n_bytes >= stats.bytes_f16 else "q8_0"
 
@@ -97,7 +100,7 @@ def why_not_smaller(stats: KVStats) -> str:
     """Why an ordinary cache takes less than this coded one (smaller_type)."""
     own = stats.bytes_kv - stats.bytes_stock
     in_f16 = 16 * own / stats.bpe  # of the coded layers
-    if stats.bytes_stock and own + stats.bytes_bases < in_f16 * BITS_Q8_0 / 16:
+    if stats.bytes_stock and own + stats.bytes_bases < in_q8_0(in_f16):
         n_ordinary = stats.n_layer_sliding + stats.n_layer_other
         return f"{n_ordinary} of {n_ordinary + stats.n_layer_coded} layers are not coded"
     n_exact = stats.n_sink + stats.n_recent + stats.n_rollback

@@ -18,7 +18,7 @@ from subkv.format.arrays import F16, F64
 from subkv.format.bases import Bands, StoredBasis
 from subkv.format.codec import rank
 from subkv.plan.hadamard import spreading
-from subkv.plan.quantizer import BEST_STEP, DISTORTION, shared_step
+from subkv.plan.quantizer import best_step, distortion, shared_step
 
 METRIC_RIDGE = 1e-4  # added to the metric's diagonal, times its mean eigenvalue; bounds the condition of E and D
 MOMENT_RIDGE = 1e-7  # the same for the data's second moment, so that unseen directions get coefficients
@@ -58,7 +58,7 @@ def gains(bands: Bands) -> F64:
     Short rows without a path have smaller gains, but a decoder that compensates them is worse (SmolLM2-135M, 2.5 bits,
     KLD on WikiText-2 test: 0.0153 instead of 0.0136), because their coefficients hardly vary between cells.
     """
-    return np.concatenate([np.full(n, 1.0 - DISTORTION[bits]) for n, bits in bands])
+    return np.concatenate([np.full(n, 1.0 - distortion(bits)) for n, bits in bands])
 
 
 def centred_moment(moment: F64, mean: F64, stored: F16) -> F64:
@@ -150,10 +150,10 @@ def band_step(bits: int, variance: F64) -> tuple[float, bool]:
     if mean <= 0.0:
         return 0.0, False
     if np.ptp(variance) == 0.0:  # the search is only approximate, and mixing twice undoes the mixing
-        return float(np.sqrt(mean)) * BEST_STEP[bits], False
+        return float(np.sqrt(mean)) * best_step(bits), False
     step, error = shared_step(bits, variance)
-    if len(variance) * mean * DISTORTION[bits] < error * (1.0 - 1e-3):
-        return float(np.sqrt(mean)) * BEST_STEP[bits], True
+    if len(variance) * mean * distortion(bits) < error * (1.0 - 1e-3):
+        return float(np.sqrt(mean)) * best_step(bits), True
     return step, False
 
 

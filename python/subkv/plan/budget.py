@@ -23,7 +23,7 @@ from subkv.format.bases import Bands
 from subkv.format.codec import rank, row_bytes
 from subkv.format.metadata import Account
 from subkv.format.window import Window
-from subkv.plan.quantizer import CODED_WIDTHS, DISTORTION, WIDTHS
+from subkv.plan.quantizer import CODED_WIDTHS, WIDTHS, distortion
 
 GROUP = 8  # coefficients planned together; bands are multiples of it (FORMAT.md §2)
 
@@ -118,7 +118,7 @@ def plan_int8(heads: Sequence[Head]) -> list[Bands]:
 @functools.cache
 def loss(bits: int) -> float:
     """Cost of a coefficient at `bits`, relative to independent errors of its own size; COHERENCE if dropped."""
-    relative = DISTORTION[bits]
+    relative = distortion(bits)
     return relative + (COHERENCE - 1.0) * relative**2
 
 

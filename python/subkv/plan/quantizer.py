@@ -47,11 +47,23 @@ def gaussian_distortion(bits: int, step: F64 | float) -> F64:
     return total
 
 
-_QUANTIZERS: dict[str, tuple[float, float]] = library.constants()["quantizers"]
-# bits -> step that minimises gaussian_distortion
-BEST_STEP = {bits: _QUANTIZERS[str(bits)][0] for bits in CODED_WIDTHS}
-# bits -> relative distortion E (x − x̂)² / E x² of a Gaussian at the best step; 0: a dropped coefficient
-DISTORTION = {0: 1.0, **{bits: _QUANTIZERS[str(bits)][1] for bits in WIDTHS}}
+@functools.cache
+def _quantizers() -> dict[int, tuple[float, float]]:
+    """Width in bits -> (best step, distortion), from the library (runtime/native/bases/quantizer.h)."""
+    return {int(bits): (step, error) for bits, (step, error) in library.constants()["quantizers"].items()}
+
+
+def best_step(bits: int) -> float:
+    """The step that minimises gaussian_distortion. bits: of CODED_WIDTHS."""
+    return _quantizers()[bits][0]
+
+
+def distortion(bits: int) -> float:
+    """The relative distortion E (x − x̂)² / E x² of a Gaussian at the best step; 1 for a coefficient that is dropped.
+
+    bits: 0 (dropped) or one of WIDTHS.
+    """
+    return _quantizers()[bits][1] if bits else 1.0
 
 
 @functools.cache
@@ -70,7 +82,7 @@ def shared_step(bits: int, variance: F64) -> tuple[float, float]:
     scale = math.sqrt(float(live.mean()))
     grid, curve = _curve(bits)
     # candidate steps relative to the band's rms, 2% apart over a range that holds the optimum of every width
-    candidate = np.log(BEST_STEP[bits]) + np.linspace(-1.0, 2.5, 176)
+    candidate = np.log(best_step(bits)) + np.linspace(-1.0, 2.5, 176)
     relative = candidate[:, None] - 0.5 * np.log(live / scale**2)[None, :]
     error = (live[None, :] * np.exp(np.interp(relative, grid, curve))).sum(axis=1)
     best = int(np.argmin(error))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from research.float32.bound import _spectrum, rate
-from subkv.plan.quantizer import DISTORTION
+from subkv.plan.quantizer import distortion
 
 
 def test_equal_coefficients() -> None:
@@ -28,7 +28,7 @@ def test_water_filling() -> None:
 @pytest.mark.parametrize(("bits", "known"), [(2, 0.1188), (3, 0.03744), (4, 0.01154)])
 def test_quantizers_stay_above(bits: int, known: float) -> None:
     """Of fixed rate on Gaussians: the uniform one, with Max's distortions of 1960, and a path through a trellis."""
-    gaps = [bits - rate(np.ones(8), 8 * error) for error in (known, DISTORTION[bits])]
+    gaps = [bits - rate(np.ones(8), 8 * error) for error in (known, distortion(bits))]
     assert gaps[0] == pytest.approx(bits + 0.5 * np.log2(known), abs=1e-3)
     assert 0.2 < gaps[1] < gaps[0] - 0.2
 

