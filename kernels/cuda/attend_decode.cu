@@ -94,15 +94,10 @@ template <int F> __device__ inline float move_rows(const Shared<F> & s, Logits<F
     return weight_step;
 }
 
-// A block's work: split number `part` of a token's cells and a KV head.
-template <int F> __device__ void attend_cells(const Job & job, int h, int64_t token, int64_t part) {
+template <int F> __device__ void attend_cells(const Job & job, const Split & split) {
     const Attend & a      = job.c.a;
     const Layer &  l      = a.layer;
-    const int64_t  stream = (unsigned) token / (unsigned) a.n_tps;
-    const int64_t  n_tok  = a.n_stream * a.n_tps;
-    const int64_t  row    = h * n_tok + token; // number of the first of the group's rows
-    const int64_t  first  = part * a.split;
-    const int      cells  = (int) (least(a.n_kv, first + a.split) - first);
+    const int      cells  = split.cells;
     const int      step   = job.tiles * TILE; // cells
     const int      warp   = (int) threadIdx.x / WARP;
     const int      lane   = (int) threadIdx.x % WARP;
@@ -111,28 +106,23 @@ template <int F> __device__ void attend_cells(const Job & job, int h, int64_t to
     const int      v_next = job.tiles == MOST_TILES ? job.v_bytes : 0;
 
     const Shared<F> s(block_memory, job);
-    copy_all(s.plan, (const Plan *) l.plan + h, (int) sizeof(Plan));
-    copy_all(s.queries.words, a.words + row * Queries<F>::size(l.width_k),
-             Queries<F>::size(l.width_k) * (int) sizeof(uint32_t));
-    const HeadTiles & of_head = job.of_head[h];
-    const uint8_t *   k_tiles = a.k_tiles + stream * a.k_stream + of_head.k_offset + first / TILE * a.k_stride;
-    const uint8_t *   v_tiles = a.v_tiles + stream * a.v_stream + of_head.v_offset + first / TILE * a.v_stride;
-    TileCopies        copies(job, s, of_head, k_tiles, v_tiles);
+    copy_plan<F>(a, split, s.plan, s.queries.words);
+    TileCopies copies(job, s, job.of_head[split.h], split.k_tiles, split.v_tiles);
 #pragma unroll 1
     for (int side = 0; side <= (job.both ? 1 : 0); ++side) {
         copies.start(side == 1, 0, cells);
     }
-    const QueryRows<F> query_rows(a, h, row);
-    const int32_t      query = a.tokens[token].pos;
+    const QueryRows<F> query_rows(a, split.h, split.row);
+    const int32_t      query = a.tokens[split.token].pos;
 #pragma unroll 1
     for (int i = (int) threadIdx.x; i < F * s.octets * WARP; i += THREADS) {
         s.sums[i] = 0.0f;
     }
 
     Softmax         rows[F];
-    const int32_t * position = a.cell_pos + stream * a.n_kv + first + mine;
-    int64_t         masked   = token * a.n_kv + first + mine; // index into the mask
-    const uint8_t * v_scale  = v_tiles + lane / 16 * a.v_stride + mine % TILE;
+    const int32_t * position = a.cell_pos + split.stream * a.n_kv + split.first + mine;
+    int64_t         masked   = split.token * a.n_kv + split.first + mine; // index into the mask
+    const uint8_t * v_scale  = split.v_tiles + lane / 16 * a.v_stride + mine % TILE;
     for (int c0 = 0; c0 < cells; c0 += step) {
         Cell cell{ -INFINITY, 0.0f, 0.0f };
         if (mine < step && c0 + mine < cells) {
@@ -155,7 +145,7 @@ template <int F> __device__ void attend_cells(const Job & job, int h, int64_t to
         }
         Logits<F> logits = {};
         if (s.plan->keys.runs.halves) {
-            add_halves(s, a.qt + row * l.n_group * l.width_k, l.width_k, l.n_group, s.k, k_next, warp, logits.of);
+            add_halves(s, a.qt + split.row * l.n_group * l.width_k, l.width_k, l.n_group, s.k, k_next, warp, logits.of);
         }
         make_logits(s, l, cell, query_rows, products, logits);
         share_maxima(s, logits, cell.scale);
@@ -172,7 +162,7 @@ template <int F> __device__ void attend_cells(const Job & job, int h, int64_t to
     }
     copies_done<0>(); // a split without cells has not waited for its plan
     __syncthreads();
-    store_split(s, a, (part * l.n_head_kv * n_tok + row) * l.n_group, rows);
+    store_split(s, a, split.result, rows);
 }
 
 // Blocks of a KV head and token: first the splits of the cells, then, with one token per stream, the parts of the exact
@@ -180,21 +170,12 @@ template <int F> __device__ void attend_cells(const Job & job, int h, int64_t to
 template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_kernel(Job job) {
     const int     h     = (int) blockIdx.x;
     const int64_t token = blockIdx.z, part = blockIdx.y;
-    if (part < job.c.a.n_split) {
-        attend_cells<F>(job, h, token, part);
-    } else {
+    if (part >= job.c.a.n_split) {
         attend_exact<true>(job.c, h, token, (int) (part - job.c.a.n_split));
-    }
-}
-
-// The same where warps own pairs of tiles.
-template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) pairs_kernel(Job job) {
-    const int     h     = (int) blockIdx.x;
-    const int64_t token = blockIdx.z, part = blockIdx.y;
-    if (part < job.c.a.n_split) {
-        attend_pairs<F>(job, h, token, part);
+    } else if constexpr (PAIRS<F>) {
+        attend_pairs<F>(job, Split(job, h, token, part));
     } else {
-        attend_exact<true>(job.c, h, token, (int) (part - job.c.a.n_split));
+        attend_cells<F>(job, Split(job, h, token, part));
     }
 }
 
@@ -224,11 +205,8 @@ template <int F> const char * run(const Combine & b, void * stream) {
     std::copy_n(a.layer.tiles, a.layer.n_head_kv, job.of_head);
     const dim3 grid((unsigned) a.layer.n_head_kv, (unsigned) (a.n_split + job.n_exact),
                     (unsigned) (a.n_stream * a.n_tps));
-    if constexpr (WARP_PAIRS && F == 1) {
-        return launch(pairs_kernel<F>, grid, std::max(shared_bytes<F>(job), PairsShared<F>(nullptr, a.layer).bytes),
-                      stream, job);
-    }
-    return launch(decode_kernel<F>, grid, shared_bytes<F>(job), stream, job);
+    const size_t pairs = PAIRS<F> ? PairsShared<F>(nullptr, a.layer).bytes : 0;
+    return launch(decode_kernel<F>, grid, std::max(shared_bytes<F>(job), pairs), stream, job);
 }
 
 bool fits_decode(const Layer & l, size_t most) {

@@ -25,6 +25,30 @@ struct Job {
     HeadTiles of_head[DECODE_HEADS];
 };
 
+// A block's work: split number `part` of a token's cells and a KV head.
+struct Split {
+    int             h, cells;
+    int64_t         token, stream;
+    int64_t         row;    // number of the first of the group's query rows
+    int64_t         first;  // cell
+    int64_t         result; // number of the first partial result
+    const uint8_t * k_tiles;
+    const uint8_t * v_tiles; // of the first cell
+
+    __device__ Split(const Job & job, int head, int64_t of_token, int64_t part) :
+        h(head), token(of_token), stream((unsigned) of_token / (unsigned) job.c.a.n_tps) {
+        const Attend &    a       = job.c.a;
+        const int64_t     n_tok   = a.n_stream * a.n_tps;
+        const HeadTiles & of_head = job.of_head[h];
+        row                       = h * n_tok + token;
+        first                     = part * a.split;
+        cells                     = (int) (least(a.n_kv, first + a.split) - first);
+        result                    = (part * a.layer.n_head_kv * n_tok + row) * a.layer.n_group;
+        k_tiles                   = a.k_tiles + stream * a.k_stream + of_head.k_offset + first / TILE * a.k_stride;
+        v_tiles                   = a.v_tiles + stream * a.v_stream + of_head.v_offset + first / TILE * a.v_stride;
+    }
+};
+
 // Shared memory of a block, for 4 * F query rows.
 template <int F> struct Shared {
     Plan *     plan;
@@ -60,6 +84,14 @@ template <int F> struct Shared {
         bytes = shared.used;
     }
 };
+
+// Starts the copies of the head's plan and of the words of the queries.
+template <int F>
+__device__ inline void copy_plan(const Attend & a, const Split & split, Plan * plan, uint32_t * words) {
+    const int n = Queries<F>::size(a.layer.width_k);
+    copy_all(plan, (const Plan *) a.layer.plan + split.h, (int) sizeof(Plan));
+    copy_all(words, a.words + split.row * n, n * (int) sizeof(uint32_t));
+}
 
 // The lane's words of an octet's lines.
 struct Lines {

@@ -11,10 +11,11 @@
 
 namespace subkv::cuda {
 
+// Whether the decode kernel of 4 * F query rows uses attend_pairs.
 #ifdef SUBKV_WARP_PAIRS
-constexpr bool WARP_PAIRS = true;
+template <int F> constexpr bool PAIRS = F == 1;
 #else
-constexpr bool WARP_PAIRS = false;
+template <int F> constexpr bool PAIRS = false;
 #endif
 
 constexpr int PAIR = MOST_TILES * TILE; // cells
@@ -285,35 +286,25 @@ template <int F> __device__ inline void merge_warps(const PairsShared<F> & s, So
 }
 
 // A cell of the token's stream. k, v: where its scales are
-__device__ inline Cell read_cell(const Attend & a, int64_t token, int64_t cell, int32_t query, const uint8_t * k,
+__device__ inline Cell read_cell(const Attend & a, const Split & split, int64_t cell, int32_t query, const uint8_t * k,
                                  const uint8_t * v) {
-    const int32_t key  = a.cell_pos[(unsigned) token / (unsigned) a.n_tps * a.n_kv + cell];
-    const float   seen = mask_value(a, token * a.n_kv + cell);
+    const int32_t key  = a.cell_pos[split.stream * a.n_kv + cell];
+    const float   seen = mask_value(a, split.token * a.n_kv + cell);
     const float   of_k = row_scale(*k), of_v = row_scale(*v);
     return is_exact(a, key, query) || seen == -INFINITY ? Cell{ -INFINITY, 0.0f, 0.0f } : Cell{ seen, of_k, of_v };
 }
 
 // A block's work, as attend_cells'.
-template <int F> __device__ void attend_pairs(const Job & job, int h, int64_t token, int64_t part) {
-    const Attend &       a      = job.c.a;
-    const Layer &        l      = a.layer;
-    const int64_t        stream = (unsigned) token / (unsigned) a.n_tps;
-    const int64_t        n_tok  = a.n_stream * a.n_tps;
-    const int64_t        row    = h * n_tok + token; // number of the first of the group's rows
-    const int64_t        first  = part * a.split;
-    const int            cells  = (int) (least(a.n_kv, first + a.split) - first);
+template <int F> __device__ void attend_pairs(const Job & job, const Split & split) {
+    const Attend &       a = job.c.a;
+    const Layer &        l = a.layer;
     const int            warp = (int) threadIdx.x / WARP, lane = (int) threadIdx.x % WARP;
-    const HeadTiles &    of_head = job.of_head[h];
-    const uint8_t *      k       = a.k_tiles + stream * a.k_stream + of_head.k_offset + first / TILE * a.k_stride;
-    const uint8_t *      v       = a.v_tiles + stream * a.v_stream + of_head.v_offset + first / TILE * a.v_stride;
     const PairsShared<F> block(block_memory, l);
     const Shared<F>      s      = block.of_warp(warp);
     float *              scales = block.scales + warp * QUARTERS * WARP + lane;
-    copy_all(s.plan, (const Plan *) l.plan + h, (int) sizeof(Plan));
-    copy_all(s.queries.words, a.words + row * Queries<F>::size(l.width_k),
-             Queries<F>::size(l.width_k) * (int) sizeof(uint32_t));
-    const QueryRows<F> query_rows(a, h, row);
-    const int32_t      query = a.tokens[token].pos;
+    copy_plan<F>(a, split, s.plan, s.queries.words);
+    const QueryRows<F> query_rows(a, split.h, split.row);
+    const int32_t      query = a.tokens[split.token].pos;
 #pragma unroll 1
     for (int i = lane; i < F * s.octets * WARP; i += WARP) {
         s.sums[i] = 0.0f;
@@ -323,11 +314,11 @@ template <int F> __device__ void attend_pairs(const Job & job, int h, int64_t to
 
     Softmax rows[F];
 #pragma unroll 1
-    for (int c0 = warp * PAIR; c0 < cells; c0 += WARPS * PAIR) {
-        const bool      two    = cells - c0 > TILE;
+    for (int c0 = warp * PAIR; c0 < split.cells; c0 += WARPS * PAIR) {
+        const bool      two    = split.cells - c0 > TILE;
         const int       k_next = two ? (int) a.k_stride : 0, v_next = two ? (int) a.v_stride : 0;
-        const uint8_t * k_tiles   = k + c0 / TILE * a.k_stride;
-        const uint8_t * v_tiles   = v + c0 / TILE * a.v_stride;
+        const uint8_t * k_tiles   = split.k_tiles + c0 / TILE * a.k_stride;
+        const uint8_t * v_tiles   = split.v_tiles + c0 / TILE * a.v_stride;
         float           top_scale = 0.0f, top[F];
 #pragma unroll
         for (int f = 0; f < F; ++f) {
@@ -341,13 +332,13 @@ template <int F> __device__ void attend_pairs(const Job & job, int h, int64_t to
         for (int q = 0; q < QUARTERS; ++q) {
             const int  of_tile = 16 * q + lane % 16,
                        at      = c0 + lane / 16 * TILE + of_tile; // the cell that the lane reads
-            const Cell cell    = at < cells ?
-                                     read_cell(a, token, first + at, query, k_tiles + lane / 16 * k_next + of_tile,
+            const Cell cell    = at < split.cells ?
+                                     read_cell(a, split, split.first + at, query, k_tiles + lane / 16 * k_next + of_tile,
                                                v_tiles + lane / 16 * v_next + of_tile) :
                                      Cell{ -INFINITY, 0.0f, 0.0f };
             Logits<F>  logits  = {};
             if (s.plan->keys.runs.halves) {
-                add_halves(s, a.qt + row * l.n_group * l.width_k, l.width_k, l.n_group, k_tiles, k_next, q, logits.of);
+                add_halves(s, a.qt + split.row * l.n_group * l.width_k, l.width_k, l.n_group, k_tiles, k_next, q, logits.of);
             }
             make_logits(s, l, cell, query_rows, kept_products(s, q), logits);
             keep_logits(s, q, logits, top);
@@ -372,7 +363,7 @@ template <int F> __device__ void attend_pairs(const Job & job, int h, int64_t to
         __syncwarp(); // all reads of weights are done
     }
     merge_warps(block, rows);
-    store_split(block.of_warp(0), a, (part * l.n_head_kv * n_tok + row) * l.n_group, rows);
+    store_split(block.of_warp(0), a, split.result, rows);
 }
 
 } // namespace subkv::cuda

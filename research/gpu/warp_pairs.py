@@ -27,7 +27,7 @@ from test_ptx import PLANNED, Interpreted, compiled  # noqa: E402
 STEP = 4 * 128  # cells: a pair of tiles for each warp of a block
 
 
-def counted(emulated: c.Library, module: str, part: str, n_kv: int) -> int:
+def counted(emulated: c.Library, module: str, n_kv: int) -> int:
     """Instructions of all warps of a block; raises AssertionError if results differ from the emulated kernel's."""
     call = Call(emulated, "counted", Shape(group=4, n_kv=n_kv, n_split=1))
     emulated.run("project_queries", call.args)
@@ -36,7 +36,7 @@ def counted(emulated: c.Library, module: str, part: str, n_kv: int) -> int:
     job, shared = Interpreted(emulated, "").job()
     for at, width in ((call.args.m, 1), (call.args.z, 1), (call.args.acc, call.args.layer.width_v)):
         ct.memset(at, 0xFF, 4 * 4 * width)  # NaN
-    kernel = ptx.Kernel(module, part)
+    kernel = ptx.Kernel(module, "decode_kernelILi1E")
     kernel.run((0, 0, 0), job, max(shared, 48 << 10), 128)
     for a, read in zip(expected, (call.m, call.z, call.acc), strict=True):
         assert np.abs(a - read()).max() < 1e-4 * np.abs(a).max()
@@ -55,8 +55,8 @@ def main() -> None:
         for layout, (keys, values) in layouts.items():
             layers.LAYERS["counted"] = ([keys], [values])
             found = []
-            for module, part in zip(modules, ("decode_kernelILi1E", "pairs_kernelILi1E"), strict=True):
-                few, many = (counted(emulated, module, part, n * STEP) for n in (1, 2))
+            for module in modules:
+                few, many = (counted(emulated, module, n * STEP) for n in (1, 2))
                 found.append((many - few) * ptx.LANES / (STEP * 2 * 128))
             print(f"{layout}: {found[0]:.2f} instructions per code, a pair per warp {found[1]:.2f}", flush=True)
 

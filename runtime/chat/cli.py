@@ -348,6 +348,12 @@ chat_options = stack(
         "a full context drops half of the tokens after the system message, instead of ending the answer",
         default=False,
     ),
+    llama_option(
+        "--swa-full",
+        "SWA_FULL",
+        "layers with a sliding window keep the cells of the whole context; --context-shift needs that",
+        is_flag=True,
+    ),
 )
 
 
@@ -362,6 +368,7 @@ def run(
     context: ContextOptions,
     n_gpu_layers: int,
     context_shift: bool,
+    swa_full: bool,
     open_model: OpenModel | None = None,
 ) -> None:
     """Run the chat that chat_options request.
@@ -381,7 +388,7 @@ def run(
     path = requested_model(model or None, hf_repo)
 
     def open_llm() -> Llama:
-        return open_llama(path, n_gpu_layers, cache, context, Llama)
+        return open_llama(path, n_gpu_layers, cache, context, Llama, swa_full)
 
     with (open_model or _only_model)(open_llm) as (llm, first_tokens):
         options.note_cache(llm.kv_stats(), llm.cache_choice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -21,7 +22,7 @@ from runtime.launch.arguments import is_llama_cpp_program
 from runtime.launch.bundled import REPO, pinned
 from runtime.launch.variables import READ
 from subkv.base.errors import SubkvError, system_reason
-from subkv.base.folders import PLUGIN_ONLY, cache_folder, home_folder
+from subkv.base.folders import PLUGIN_ONLY, cache_folder, home_folder, package_folders
 from subkv.base.version import __version__
 from subkv.native.paths import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, own_library_path
 
@@ -105,7 +106,7 @@ def _versions(broken: list[str]) -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout, or of the repository that pip installed from."""
+    """Commit of the checkout, of the clone that was built, or of the repository that pip installed from."""
     if (REPO / ".git").exists():
         try:
             command = ["git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=9"]
@@ -113,6 +114,10 @@ def _commit() -> str | None:
             return done.stdout.strip() or None
         except (OSError, subprocess.SubprocessError):
             return None
+    for path in package_folders("commit.txt"):
+        with contextlib.suppress(OSError):
+            if built := path.read_text("utf-8").strip():
+                return built
     try:
         url = importlib.metadata.distribution("subkv").read_text("direct_url.json")
         return str(json.loads(url or "{}")["vcs_info"]["commit_id"])

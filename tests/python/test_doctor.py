@@ -87,6 +87,16 @@ def test_report_is_complete() -> None:
         assert value in text.stdout
 
 
+def test_the_commit_of_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The build writes it; without it, and without a repository in pip's notes, it is unknown."""
+    monkeypatch.setattr("runtime.doctor.report.REPO", tmp_path)
+    monkeypatch.setattr("runtime.doctor.report.package_folders", lambda name: [tmp_path / name])
+    monkeypatch.setattr(importlib.metadata.Distribution, "read_text", lambda *_: '{"dir_info": {}}')
+    assert report.report()[0]["versions"]["commit"] is None
+    (tmp_path / "commit.txt").write_text("0123abcde-dirty\n")
+    assert report.report()[0]["versions"]["commit"] == "0123abcde-dirty"
+
+
 def test_an_unknown_kernel_is_broken() -> None:
     done = run_doctor(SUBKV_KERNEL="fast")
     assert done.returncode == 1

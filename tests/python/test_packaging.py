@@ -77,6 +77,7 @@ def test_installed_files() -> None:
     upstream = "subkv/lib/llama.cpp/"  # its converter and its licence, unchanged
     expected = {"runtime/chat/cli.py", "converter/cli.py", "subkv/py.typed", f"{upstream}LICENSE"}
     expected |= {"subkv.pth", "subkv_finder.py"}  # for `import llama_cpp`
+    expected |= {"subkv/commit.txt"}  # for `subkv doctor`
     expected |= {"subkv/include/subkv.h", "subkv/include/llama.h", "subkv/cmake/subkvConfig.cmake"}
     expected |= {f"subkv-{subkv.__version__}.dist-info/licenses/{name}" for name in LICENSES}
     assert expected <= files

@@ -406,7 +406,7 @@ class Llama(llama_cpp.Llama):
             raise SubkvError(
                 key,
                 "expected a model and a cache whose positions can move, found others (recurrent state, sliding windows "
-                "without swa_full=True, positions of several numbers, or adaptive bases); omit it",
+                "without swa_full (--swa-full), positions of several numbers, or adaptive bases); omit it",
             )
 
     def discard(self, n_keep: int, n_discard: int) -> None:
