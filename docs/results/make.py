@@ -288,8 +288,9 @@ def commit(output: Path) -> tuple[str, bool]:
         ) from error
 
     # docs/results writes results and documents; results carry their own commands. A build for CPUs has no GPU code.
-    of_gpus = (":!kernels/cuda", ":!kernels/vulkan", ":!runtime/native/cuda", ":!runtime/native/vulkan", ":!research/gpu")
-    measured = (".", ":!*.md", ":!docs/*.png", ":!docs/results", ":!tests", ":!research/results", ":!.ci", *of_gpus)
+    gpus = ("kernels/cuda", "kernels/vulkan", "runtime/native/cuda", "runtime/native/vulkan", "research/gpu")
+    others = ("*.md", "docs/*.png", "docs/results", "tests", "research/results", ".ci", *gpus)
+    measured = (".", *(f":!{path}" for path in others))
     changed = git("status", "--porcelain", "--untracked-files=no", "--", *measured)
     return git("log", "-1", "--format=%H", "--", *measured), bool(changed)
 

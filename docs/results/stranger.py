@@ -29,9 +29,6 @@ import render
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
-sys.path.insert(0, str(REPO / "tests"))
-from page_commands import commands_of  # noqa: E402
-
 USER, HOME = "stranger", "home/stranger"
 IMAGES = {  # release, and Debian's packages beside the smallest system
     "compiler": ("trixie", "python3 python3-venv g++ git ca-certificates curl"),
@@ -39,7 +36,14 @@ IMAGES = {  # release, and Debian's packages beside the smallest system
     "node": ("trixie", "nodejs npm ca-certificates curl"),
     "stock": ("sid", "llama.cpp ca-certificates curl"),
 }
-OF_SYSTEM = ("etc/ssl/certs/ca-certificates.crt", "etc/pip.conf", "etc/xdg/pip", "etc/resolv.conf", "etc/hosts", "etc/apt/apt.conf.d")
+OF_SYSTEM = (
+    "etc/ssl/certs/ca-certificates.crt",
+    "etc/pip.conf",
+    "etc/xdg/pip",
+    "etc/resolv.conf",
+    "etc/hosts",
+    "etc/apt/apt.conf.d",
+)
 OF_USER = (".npmrc", ".config/pip/pip.conf")
 PASSED = re.compile(r"PIP_|SSL_CERT_|NODE_EXTRA_CA_CERTS$|npm_config_")
 SECONDS = 3600  # of a step
@@ -65,18 +69,16 @@ class Step:
 
 
 def of_page(page: str, part: str) -> str:
-    """The only command of a page that has `part`. Raises click.ClickException."""
-    found = [command for command in commands_of(REPO / page) if part in command]
+    """The only line of a page's blocks for a shell that has `part`, without its comment."""
+    blocks = "".join(re.findall(r"^```sh\n(.*?)^```$", (REPO / page).read_text("utf-8"), re.M | re.S))
+    found = [line.partition("  #")[0].strip() for line in blocks.splitlines() if part in line]
     if len(found) != 1:
         raise click.ClickException(f"{page}: expected one command with {part!r}, found {len(found)}")
     return found[0]
 
 
 QUESTION = "What is the capital of France?\n"
-ASK = (
-    "curl -s -m 600 http://127.0.0.1:8080/v1/chat/completions -d "
-    '\'{"max_tokens": 24, "temperature": 0, "messages": [{"role": "user", "content": "What is the capital of France?"}]}\''
-)
+ASK = json.dumps({"max_tokens": 24, "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]})
 APP = """\
 import argparse, llama_cpp
 parser = argparse.ArgumentParser()
@@ -97,9 +99,11 @@ process.exit(0);
 
 def served(command: str) -> str:
     """A shell's text that starts a server, asks it once it listens, and ends it."""
+    url = "http://127.0.0.1:8080"
     return (
-        f"{command} >server.log 2>&1 & for i in $(seq 600); do curl -sf http://127.0.0.1:8080/health && break; sleep 0.1; "
-        f"done; {ASK}; echo; grep -h 'subkv: coded' server.log; kill -INT %1; wait %1; echo \"ended with $?\""
+        f"set -m; {command} >server.log 2>&1 & for i in $(seq 600); do curl -sf {url}/health && break; sleep 0.1; done; "
+        f"curl -s -m 600 {url}/v1/chat/completions -d {shlex.quote(ASK)}; echo; grep -h 'subkv: coded' server.log; "
+        'kill -INT %1; wait %1; echo "ended with $?"'
     )
 
 
@@ -116,19 +120,25 @@ def steps() -> list[Step]:
     venv = "python3 -m venv .venv && . .venv/bin/activate && "
 
     def run(name: str, command: str, *said: str, shown: str = "") -> Step:
-        return Step(name, "compiler", f"cd subkv && . .venv/bin/activate && {command}", said, shown or command)
+        return Step(name, "compiler", f"cd subkv; . .venv/bin/activate; {command}", said, shown or command)
 
     def serve(name: str, part: str) -> Step:
         command = of_page(readme, part)
         return run(name, served(command), *ended, shown=command)
 
-    def with_plugin(name: str, image: str, command: str, said: tuple[str, ...], before: str = "", shown: str = "") -> Step:
+    def with_plugin(
+        name: str, image: str, command: str, said: tuple[str, ...], before: str = "", shown: str = ""
+    ) -> Step:
         text = untar + before + stock.replace("/path/", "$HOME/plugin/") + "; " + command
         return Step(name, image, text, said, f"{before}{stock}; {shown or command}", brought=brought)
 
     return [
         Step("build and chat", "compiler", f"cd subkv && {first}", ("Paris",), first, QUESTION),
-        run("a model", f'cp "$(python -c {shlex.quote(find)})" ~/model.gguf; ln -s ~/model.gguf; ls -lL model.gguf', "gguf"),
+        run(
+            "a model",
+            f'cp "$(python -c {shlex.quote(find)})" ~/model.gguf; ln -s ~/model.gguf; ls -lL model.gguf',
+            "gguf",
+        ),
         run("Python", "python readme.py", "KVStats", shown="README's Python"),
         run("an app", of_page(readme, "python app.py --model"), *coded),
         run("chat", 'echo "What is the capital of France?" | subkv chat -m model.gguf', "Paris"),
@@ -145,13 +155,19 @@ def steps() -> list[Step]:
             f"{packages} && {of_page('docs/wheels.md', 'build_wheels.py -w wheels --dependencies')} && ls wheels",
             r"subkv-.*\.whl",
         ),
-        run("plug-in", of_page(plugin, "--plugin --archive") + " && ls -l wheels", r"subkv-plugin-.*\.tar\.gz"),
+        run(
+            "plug-in",
+            "python cmake/build_wheels.py --plugin --archive -w wheels && ls -l wheels",
+            r"subkv-plugin-.*\.tar\.gz",
+        ),
         Step(
             *("wheels alone", "bare", venv + alone, ("Paris",), alone, QUESTION),
             offline=True,
             brought=(("compiler/subkv/wheels", ""),),
         ),
-        with_plugin("Debian's llama.cpp", "stock", served("llama-server -m model.gguf"), ended, "", "llama-server -m model.gguf"),
+        with_plugin(
+            "Debian's llama.cpp", "stock", served("llama-server -m model.gguf"), ended, "", "llama-server -m model.gguf"
+        ),
         with_plugin("node-llama-cpp", "node", "node app.mjs", coded, "npm install node-llama-cpp >npm.log 2>&1; "),
         Step(
             "pip's llama-cpp-python",
@@ -212,10 +228,16 @@ def _command(root: Path, text: str, user: str, binds: tuple[Path, ...], offline:
     """A shell in the image, whose processes end with it."""
     home = "/root" if user == "root" else f"/{HOME}"
     kept = [f"{name}={value}" for name, value in os.environ.items() if PASSED.match(name)]
-    env = ["env", "-i", f"HOME={home}", f"USER={user}", "LANG=C.UTF-8", "TERM=dumb", "PATH=/usr/bin:/bin:/usr/sbin:/sbin"]
-    mounts = "".join(
-        f"mkdir -p {root}{path} && mount --bind -o ro {path} {root}{path} && " for path in map(str, binds)
-    )
+    env = [
+        "env",
+        "-i",
+        f"HOME={home}",
+        f"USER={user}",
+        "LANG=C.UTF-8",
+        "TERM=dumb",
+        "PATH=/usr/bin:/bin:/usr/sbin:/sbin",
+    ]
+    mounts = "".join(f"mkdir -p {root}{path} && mount --bind -o ro {path} {root}{path} && " for path in map(str, binds))
     script = (
         f"mount --rbind /dev {root}/dev && mount -t proc proc {root}/proc && {mounts}"
         f"exec chroot --userspec={user} {root} {shlex.join([*env, *kept, 'bash', '-c', f'cd {home}; {text}'])}"

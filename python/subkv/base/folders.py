@@ -56,6 +56,6 @@ def state_folder() -> Path:
 
 
 def package_folders(name: str) -> list[Path]:
-    """Possible paths of a folder or file of the package. An editable install has two: in the checkout and in the build."""
+    """Possible paths of a part of the package. An editable install has two: in the checkout and in the build."""
     spec = importlib.util.find_spec("subkv")
     return [Path(location) / name for location in (spec.submodule_search_locations or [] if spec else [])]
