@@ -200,9 +200,10 @@ def prepared(folder: Path, name: str) -> Path:
     debian = ("debootstrap", "--variant=minbase", release, str(root))
     mirror = re.search(r"^(?:URIs:|deb) *(?:\[.*\] *)?(\S+)", _apt_sources(), re.M)
     subprocess.run([*debian, *([mirror[1]] if mirror else [])], check=True)
-    for path in OF_SYSTEM:
-        _copy(Path("/", path), root / path)
-    _inside(root, f"apt-get update && apt-get install -y --no-install-recommends {packages}", user="root")
+    for command in ("apt-get update", f"apt-get install -y --no-install-recommends {packages}", "true"):
+        for path in OF_SYSTEM:  # again after the installation, which writes certificates of its own
+            _copy(Path("/", path), root / path)
+        _inside(root, command, user="root")
     _inside(root, f"useradd --create-home --shell /bin/bash {USER}", user="root")
     for path in OF_USER:
         _copy(Path.home() / path, root / HOME / path)
