@@ -27,8 +27,8 @@ enum Slot {
     N_SLOTS
 };
 
-// Memory of this thread for purpose `slot`, 64-byte aligned, zeroed at allocation; it grows and never shrinks. A call
-// of another kernel that uses the slot overwrites it. Throws std::bad_alloc.
+// Returns memory of this thread for the purpose `slot`, aligned to 64 bytes and zeroed at allocation. It grows and
+// never shrinks. A call of another kernel that uses the slot overwrites it. Throws std::bad_alloc.
 void * scratch(Slot slot, size_t bytes);
 
 } // namespace subkv::cpu
