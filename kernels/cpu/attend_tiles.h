@@ -295,7 +295,7 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
     step.any_bad_v = false;
     for (int32_t t = 0; t < n_tiles; ++t) {
         step.any_bad_v = step.any_bad_v || step.bad_v[t] != 0;
-        for (uint64_t cells = bad_k[t]; cells != 0; cells &= cells - 1) { // logits become NaN
+        for (uint64_t cells = bad_k[t]; cells != 0; cells &= cells - 1) { // Their logits become NaN.
             step.scale_k[t * TILE + __builtin_ctzll(cells)] = NOT_A_NUMBER;
         }
     }

@@ -27,7 +27,7 @@ constexpr float NO_LOGIT    = -__builtin_inff();
 struct Page {
     int64_t first;
     int32_t n;
-    int32_t begin, end;    // of the visible keys, multiples of PANEL
+    int32_t begin, end;    // bounds of the visible keys, multiples of PANEL
     float * keys;          // [PAGE/PANEL][a.d_k][PANEL]
     float * values;        // [PAGE][a.d_v]
     float * bias;          // [n_tok][PAGE]

@@ -39,7 +39,7 @@ shared float c[MAX_HEAD_SIZE];
 shared uint  codes[MAX_HEAD_SIZE];
 shared float room[THREADS];
 shared vec4  errors[THREADS];                        // errors of the nearest levels of a place
-shared uint  decisions[STATES * MAX_HEAD_SIZE / LANES]; // of four paths, a nibble per place with a bit per state
+shared uint  decisions[STATES * MAX_HEAD_SIZE / LANES]; // a nibble per place of four paths, with a bit per state
 shared uint  flags;
 
 void put(bool value, uint at, uint bits, uint mask) {

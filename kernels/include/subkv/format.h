@@ -21,7 +21,7 @@ constexpr float EIGHTHS[8] = { 1.0f,        1.09050775f, 1.18920708f, 1.29683959
 constexpr int32_t  SCALE_ONE  = 160; // s = 1
 constexpr int32_t  SCALE_MOST = 254; // the largest scale
 constexpr int32_t  SCALE_NAN  = 255;
-extern const float SCALES[256]; // by scale code
+extern const float SCALES[256]; // scales by scale code
 
 // If an element of an exact row is not finite, all its elements become this half. No other NaN and no infinity is
 // stored.
@@ -31,7 +31,7 @@ constexpr uint16_t HALF_NAN = 0x7e00;
 constexpr int32_t SCALE_CANDIDATES_BELOW = 10;
 constexpr float   HALF_MAX               = 65504.0f; // coefficients of 16-bit bands are clamped to +-HALF_MAX
 
-constexpr int     MAX_BANDS     = 8;   // of a head
+constexpr int     MAX_BANDS     = 8;   // bands of a head
 constexpr int     MAX_HEAD_SIZE = 576; // d, a multiple of BAND_STEP
 constexpr int32_t BAND_STEP     = 8;   // bands have multiples of this many coefficients
 

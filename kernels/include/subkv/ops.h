@@ -72,8 +72,8 @@ struct HeadCodec {
     const float * offset; // [rank] E mean, finite, or nullptr for zeros
 };
 
-// Online-softmax state of one query row: m = running max of logits, z = sum exp(l - m), acc = sum exp(l - m) value.
-// Start: m = -INFINITY, z = 0, acc = 0.
+// The online-softmax state of a query row is m = running max of logits, z = sum exp(l - m), acc = sum exp(l - m) value.
+// It starts with m = -INFINITY, z = 0, acc = 0.
 //
 // attend computes attention of n_tok * n_group query rows over n_cells coded cells of one KV head. Query row (t, g) is
 // number t * n_group + g everywhere below.

@@ -31,9 +31,9 @@ enum class SketchKind : int32_t {
 struct SketchParams {
     SketchKind kind;
     int32_t    d;     // row length, 1 .. MAX_SKETCH_SIZE
-    int32_t    rows;  // l, 1 .. MAX_SKETCH_ROWS (OJA: <= d). COVARIANCE ignores it
-    float      decay; // in (0, 1]: factor on a row's weight for every later row
-    float      rate;  // OJA: eta in (0, 1), per row of mean energy
+    int32_t    rows;  // l, 1 .. MAX_SKETCH_ROWS, for OJA at most d; COVARIANCE ignores it
+    float      decay; // in (0, 1], factor for a row's weight with every later row
+    float      rate;  // for OJA, eta in (0, 1), per row of mean energy
 };
 
 // If it returns false, `err` has the error in one sentence. All functions below require parameters that pass this
