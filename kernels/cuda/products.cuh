@@ -3,7 +3,7 @@
 // In a product of 8 rows and 8 columns with depth 16, lane l of the warp has
 //   left    row l / 4, four depths from 4 * (l % 4) on, the signed bytes of a word
 //   right   column l / 4, the same depths
-//   sum     row l / 4, columns 2 * (l % 4) and + 1
+//   sum     row l / 4, columns 2 * (l % 4) and 2 * (l % 4) + 1
 // All lanes of a warp call these together. tests/kernels/emulated defines emulated::product for a CPU.
 #pragma once
 
