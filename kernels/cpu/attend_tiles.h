@@ -1,22 +1,25 @@
-// attend_tiles.h: attention over tiles in integers, for any number of query rows, as far as it is common to all
-// instruction sets. ref/attend.cpp defines the result, subkv/tiles.h the layout.
+// attend_tiles.h: the part of attention over tiles that all instruction sets share. It computes in integers, for any
+// number of query rows. ref/attend.cpp defines the result, and subkv/tiles.h defines the layout.
 //
 // For every step of STEP cells and block of BLOCK query rows it computes the products of all keys, one softmax over the
-// step, and the products of all values. Codes become bytes (tile_codes.h) once for all query rows and are multiplied by
-// queries and weights, 16-bit integers. Sums are exact; only queries and weights are rounded. The unit of a query is
-// 1/65278 of its largest coefficient times band ratio, and that of a weight times scale 1/65278 of the step's largest
-// weight times its largest scale. Coefficients of 16-bit bands, few if any, are multiplied in float (halves.h).
+// step, and the products of all values. Codes are converted to bytes (tile_codes.h) once for all query rows, and
+// multiplied by queries and weights, which are 16-bit integers. Only queries and weights are rounded, and sums are
+// exact. The unit of a query row is 1/32639 of the largest product of a coefficient and its band's ratio. The unit of a
+// step's weights times scales is 1/32639 of the largest weight times the largest scale of the step. Coefficients of
+// 16-bit bands are multiplied as floats (halves.h).
 //
-// Isa, a type local to the including file (the compiler compiles its functions for the file's instructions), has
+// Isa is a type that is local to the including file, so that its functions are compiled for that file's instructions.
+// It has
 //   W                     floats per register, and dwords of four codes
 //   ZERO_SHIFT            number that open() subtracts from a code
-//   FROM_TILE, FROM_TILE_ROWS  products read codes from tiles, for at most so many query rows; needs many registers
+//   FROM_TILE             whether products can read codes from tiles, which takes many registers
+//   FROM_TILE_ROWS        largest number of query rows for which they do
 //   KEY_ROWS              query rows whose logits are summed together, at most 3
-//   key_regs(rows)        registers of W cells whose logits are summed together for so many rows
+//   key_regs(rows)        registers of W cells whose logits are summed together for `rows` rows
 //   VALUE_ROWS            query rows whose values are summed together, at most 4
-//   octets(rows)          octets whose values are summed together for so many rows
-//   F, I, Opened, Sum     a register of floats (lanes.h), of integers or codes, codes ready for products, W sums of
-//                         products
+//   octets(rows)          octets whose values are summed together for `rows` rows
+//   F, I                  a register of floats (lanes.h), a register of integers or codes
+//   Opened, Sum           codes prepared for products, W sums of products
 //   and the functions used below.
 #pragma once
 
@@ -31,7 +34,7 @@ namespace subkv::cpu {
 // softmax
 //
 
-// The row is lost (ops.h). Its weights in the step become 0, so that integers stay in their range.
+// Marks a row as lost (ops.h). Its weights in the step become 0, so that integers stay in their range.
 static inline void mark_lost(Step & step, int i, Row & row) {
     row.m            = row.m > MINUS_INF ? row.m : 0.0f;
     row.z            = NOT_A_NUMBER;
@@ -44,8 +47,8 @@ static inline void mark_lost(Step & step, int i, Row & row) {
     memset(step.second[i], 0, STEP);
 }
 
-// Converts products to logits and returns the largest, or any number if one is NaN. `common` is added to each cell's
-// logit; without it the row's shift is.
+// Converts products to logits and returns the largest, or any number if one is NaN. Adds `common` to the logits of the
+// cells, or the row's shift if `common` is nullptr.
 template <typename Isa, bool CAP>
 static float finish_logits(const Step & step, const Row & row, const float * bias, const float * common, float softcap,
                            float * x) {
@@ -59,7 +62,7 @@ static float finish_logits(const Step & step, const Row & row, const float * bia
             l = soft_cap<Isa>(l, softcap);
         }
         const auto b = Isa::load(bias + c);
-        l            = Isa::hide(Isa::fma(slope, b, l), b); // NaN if masked and the slope is 0
+        l            = Isa::hide(Isa::fma(slope, b, l), b); // The product is NaN for a masked cell if the slope is 0.
         top          = Isa::max(top, l);
         Isa::store(x + c, l);
     }
@@ -67,8 +70,8 @@ static float finish_logits(const Step & step, const Row & row, const float * bia
 }
 
 // Converts logits to integer weights relative to the step's largest logit, and updates m, z, shrink, weight_scale,
-// weight_step and weights of the row. Earlier steps do not affect the weights. A NaN among the logits makes z NaN. KEEP
-// also keeps the weights as floats.
+// weight_step and weights of the row. Earlier steps do not affect the weights. If a logit is NaN, z becomes NaN. With
+// KEEP, `logit` keeps the weights as floats.
 template <typename Isa, bool KEEP> static void quantize_weights(Step & step, int i, float top, Row & row) {
     const auto base    = Isa::set(top);
     const auto inverse = Isa::set(step.largest_v > 0.0f ? LARGEST / step.largest_v : 0.0f);
@@ -104,7 +107,7 @@ template <typename Isa> static float largest_visible_scale(const Step & step, co
     return Isa::largest(top);
 }
 
-// Does the row give weight to a value that is not finite? `weight` has the step's weights as floats.
+// Returns whether the row gives weight to a value that is not finite. `weight` holds the step's weights as floats.
 static inline bool has_bad_weight(const Step & step, const float * weight) {
     for (int32_t c = 0; c < step.n_pad; ++c) {
         if ((step.bad_v[c / TILE] >> c % TILE & 1) != 0 && weight[c] > 0.0f) {
@@ -114,7 +117,7 @@ static inline bool has_bad_weight(const Step & step, const float * weight) {
     return false;
 }
 
-// Turns a row's logits of the step into weights, unless it sees none of its cells.
+// Converts a row's logits of the step to weights. The row sees at least one cell of the step.
 template <typename Isa> static void softmax_step(const Call & call, Step & step, int64_t cell, int64_t index, int i) {
     Row &         row  = call.row[index];
     const float * bias = call.a.bias + index / call.a.n_group * call.a.bias_stride + cell;
@@ -153,8 +156,8 @@ template <typename Isa> static void softmax_step(const Call & call, Step & step,
 // steps
 //
 
-// The scales of a side's cells in a step's tiles. Masked cells, which may have any content, get 0, and so do visible
-// ones that could not be coded, which become `bad`.
+// Reads the scales of a step's keys or values, and returns the largest. Masked cells, whose bytes may be anything, get
+// 0. Visible cells that could not be coded also get 0, and a bit in `bad`.
 template <typename Isa>
 static float read_scales(const uint8_t * tile, int64_t stride, const uint64_t * visible_cells, int32_t n_tiles,
                          float * scale, uint64_t * bad) {
@@ -171,7 +174,7 @@ static float read_scales(const uint8_t * tile, int64_t stride, const uint64_t * 
     return Isa::largest(largest);
 }
 
-// A step's tiles as bytes, or the starts of their paths.
+// The tiles of a step, either as bytes, or as they are with the starts of their paths.
 template <typename Isa> struct Opened {
     const uint8_t * k[STEP_TILES];
     const uint8_t * v[STEP_TILES];
@@ -179,7 +182,7 @@ template <typename Isa> struct Opened {
     Path8<Isa>      v_path[STEP_TILES];
 };
 
-// The tiles of `all` with a visible cell.
+// Prepares the tiles whose bits are set in `all`. Keys are unpacked here for prompts only.
 template <typename Isa> static void open_step(const Call & call, int64_t cell, uint32_t all, Opened<Isa> & opened) {
     const AttendArgs & a = call.a;
     for (int t = 0; all >> t != 0; ++t) {
@@ -202,8 +205,8 @@ template <typename Isa> static void open_step(const Call & call, int64_t cell, u
     }
 }
 
-// Query rows [index, index + n), n <= BLOCK, against the step at `cell`. visible_tiles has a bit for each tile they
-// see.
+// Attends from query rows [index, index + n), n <= BLOCK, to the step at `cell`. visible_tiles has a bit for each tile
+// that they see.
 template <typename Isa>
 static void attend_block(const Call & call, const Opened<Isa> & opened, Step & step, int64_t cell,
                          uint32_t visible_tiles, int64_t index, int64_t n) {
@@ -247,8 +250,8 @@ static void attend_block(const Call & call, const Opened<Isa> & opened, Step & s
     }
 }
 
-// visible_tiles[t] gets a bit for each tile of the step with cells that token t sees, visible_cells those of each tile
-// that any token sees. Returns the union of visible_tiles.
+// Sets a bit in visible_tiles[t] for each tile of the step with cells that token t sees, and a bit in
+// visible_cells[tile] for each cell that any token sees. Returns the union of visible_tiles.
 template <typename Isa>
 static uint32_t find_visible(const AttendArgs & a, int64_t cell, int32_t n, uint8_t * visible_tiles,
                              uint64_t * visible_cells) {
@@ -292,7 +295,7 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
     step.any_bad_v = false;
     for (int32_t t = 0; t < n_tiles; ++t) {
         step.any_bad_v = step.any_bad_v || step.bad_v[t] != 0;
-        for (uint64_t cells = bad_k[t]; cells != 0; cells &= cells - 1) { // logits become NaN
+        for (uint64_t cells = bad_k[t]; cells != 0; cells &= cells - 1) { // Their logits become NaN.
             step.scale_k[t * TILE + __builtin_ctzll(cells)] = NOT_A_NUMBER;
         }
     }
@@ -311,7 +314,7 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
     }
 }
 
-// `of_halves` stands for the ratio of 16-bit bands.
+// Writes the ratio of each coefficient's band, and of_halves for 16-bit bands.
 static inline void spread_ratios(const HeadCodec & codec, float of_halves, float * ratio) {
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         for (int32_t j = 0; j < codec.bands[i].n; ++j) {
@@ -320,8 +323,8 @@ static inline void spread_ratios(const HeadCodec & codec, float of_halves, float
     }
 }
 
-// Converts a query row times ratio [MAX_HEAD_SIZE + 8] (0 in 16-bit bands) to integers, stored as bytes or words in
-// first and second.
+// Multiplies a query row by ratio [MAX_HEAD_SIZE + 8], which is 0 in 16-bit bands, and converts it to integers. `first`
+// and `second` receive their bytes or words.
 template <typename Isa>
 static void quantize_query(const HeadCodec & codec, const float * q, const float * ratio, int8_t * first,
                            int8_t * second, Row & row) {
@@ -334,7 +337,7 @@ static void quantize_query(const HeadCodec & codec, const float * q, const float
     for (int32_t j = 0; j < codec.rank; j += Isa::W) {
         const auto product = Isa::mul(Isa::load(x + j), Isa::load(ratio + j));
         top                = Isa::max(Isa::max(product, Isa::sub(Isa::set(0.0f), product)), top);
-        bad                = Isa::plus(bad, Isa::sub(product, product)); // NaN if not finite, else 0
+        bad                = Isa::plus(bad, Isa::sub(product, product)); // NaN if the product is not finite, else 0
         Isa::store(x + j, product);
     }
     const float largest = Isa::largest(top);
@@ -349,10 +352,10 @@ static void quantize_query(const HeadCodec & codec, const float * q, const float
     memcpy(first, parts[0], (size_t) codec.rank);
     memcpy(second, parts[1], (size_t) codec.rank);
     uint32_t sum = 0;                          // It wraps if a query is not finite, but then delta is NaN.
-    for (int32_t j = 0; j < codec.rank; ++j) { // 0 in 16-bit bands
+    for (int32_t j = 0; j < codec.rank; ++j) { // u is 0 in 16-bit bands.
         sum += (uint32_t) u[j];
     }
-    const int64_t twice = (int64_t) (int32_t) sum * odd_of<Isa>(); // subtracted by centring
+    const int64_t twice = (int64_t) (int32_t) sum * odd_of<Isa>(); // twice what centring subtracts
     row.start           = (int32_t) -(twice >> 1);
     row.start_error     = (twice & 1) != 0 ? 0.5f : 0.0f;
     row.delta           = finite ? largest / n_steps : NOT_A_NUMBER;

@@ -1,5 +1,5 @@
-// avx2_attend.cpp: attention over tiles with AVX2. Products are VPMADDWD's: the codes of even and of odd places as
-// words, times words of the integers.
+// avx2_attend.cpp: attention over tiles with AVX2. VPMADDWD multiplies the codes of even and of odd places, as words,
+// by words of the integers.
 #include "versions.h"
 
 #if defined(SUBKV_X86)

@@ -1,13 +1,13 @@
 // avx2_attend.h: the Isa of attend_tiles.h with AVX2. The including file defines the products, as in avx512_attend.h:
 //   Products  split, Opened, open, Sum, start, add, total
-//             key_regs(rows), VALUE_ROWS, octets(rows)  fit the registers besides the sums
+//             key_regs(rows), VALUE_ROWS, octets(rows), for which all operands fit the registers
 #pragma once
 
 #include "attend_tiles.h"
 #include "avx2_simd.h"
 #include "level_tables.h"
 
-// Unnamed namespace: every including file has its own instruction flags and needs its own copy.
+// The namespace is unnamed, because every including file has its own instruction flags and needs its own copy.
 namespace subkv::avx2 {
 namespace {
 
@@ -21,7 +21,7 @@ struct Registers : Lanes {
 
     template <typename Isa> using TilePath = cpu::LinePath<Isa>;
 
-    struct Previous {}; // codes before are in their lines
+    struct Previous {}; // LinePath reads preceding codes from their lines.
 
     static F keep(F x, uint32_t lanes) {
         const I bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -50,7 +50,7 @@ struct Registers : Lanes {
 
     static void put_bytes(uint8_t * at, I x) { _mm256_storeu_si256((__m256i *) at, x); }
 
-    template <int RIGHT> static I shift(I x) { // It shifts across bytes; the mask clears the bits of the next one.
+    template <int RIGHT> static I shift(I x) { // Bits may cross into the next byte. The caller clears them.
         if constexpr (RIGHT > 0) {
             return _mm256_srli_epi16(x, RIGHT);
         } else if constexpr (RIGHT < 0) {
@@ -75,7 +75,7 @@ struct Registers : Lanes {
     static constexpr int line_code_bit(int bits) { return bits <= 4 ? 0 : 1; }
 
     template <int BITS, int LOW> static I level(I code, I line) {
-        if constexpr (BITS <= 3) { // index code + 2^BITS x_{t-1} of 16 entries
+        if constexpr (BITS <= 3) { // The index is code + 2^BITS x_{t-1}.
             const auto & levels = cpu::BY_CODE_AND_BIT<BITS>.byte;
             return _mm256_shuffle_epi8(of(levels), _mm256_or_si256(code, mask(shift<LOW - BITS>(line), 1 << BITS)));
         } else if constexpr (BITS == 4) {
@@ -85,11 +85,11 @@ struct Registers : Lanes {
         } else {
             constexpr int HALF = 1 << BITS;
             const I       y    = plus_bytes(_mm256_or_si256(code, mask(shift<LOW>(line), 1)), 128 - HALF);
-            if constexpr (BITS == 5) { // bytes above 127 as indices give 0
+            if constexpr (BITS == 5) { // An index above 127 gives 0.
                 const I low  = _mm256_shuffle_epi8(of(cpu::BENDS<BITS>.low), plus_bytes(y, HALF - 16));
                 const I high = _mm256_shuffle_epi8(of(cpu::BENDS<BITS>.high), plus_bytes(y, 144 - HALF));
                 return _mm256_add_epi8(y, _mm256_add_epi8(low, high));
-            } else { // the magnitudes of trellis.h, in bytes about 128
+            } else { // This computes the levels of trellis.h plus 128.
                 const auto above = [&](int t) { return _mm256_subs_epu8(y, _mm256_set1_epi8((char) (128 + t))); };
                 const auto below = [&](int t) { return _mm256_subs_epu8(_mm256_set1_epi8((char) (127 - t)), y); };
                 const int  far = trellis_double(BITS), more = trellis_triple(BITS);
@@ -115,7 +115,7 @@ struct Registers : Lanes {
         return _mm256_set1_epi64x(x);
     }
 
-    // The exact SCALES of 8 scale codes, from a table of eighth roots of two and the bits of the exponent.
+    // Computes the exact SCALES of 8 scale codes from a table of eighth roots of two and the bits of the exponent.
     static F scales_of(const uint8_t * codes) {
         const I u    = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) codes));
         const F root = _mm256_permutevar8x32_ps(_mm256_loadu_ps(SCALES + SCALE_ONE), u);
@@ -137,7 +137,7 @@ struct Registers : Lanes {
         return open;
     }
 
-    static uint64_t equal_bytes(const uint8_t * at, int byte) { // of 64
+    static uint64_t equal_bytes(const uint8_t * at, int byte) { // a bit for each of 64 bytes
         const auto bits_of = [&](int i) {
             const I equal = _mm256_cmpeq_epi8(bytes(at + 32 * i), _mm256_set1_epi8((char) byte));
             return (uint64_t) (uint32_t) _mm256_movemask_epi8(equal);
@@ -151,7 +151,7 @@ struct Registers : Lanes {
 template <typename Products> struct Isa : Registers, Products {
     using Sum = typename Products::Sum;
 
-    // at[j] = shrink * at[j] + weight_step * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
+    // at[j] = shrink * at[j] + weight_step * (2 * the sum of coefficient j - middle). The sum is that of two dwords.
     static void add_octet(const Sum * sum, int32_t middle, float shrink, float weight_step, float * at) {
         const I both  = _mm256_hadd_epi32(Products::total(sum[0]), Products::total(sum[1]));
         const I pairs = _mm256_permute4x64_epi64(both, _MM_SHUFFLE(3, 1, 2, 0));

@@ -14,7 +14,7 @@ __m256 clamped(__m256 x, __m256 most) {
     return _mm256_max_ps(_mm256_min_ps(x, most), _mm256_sub_ps(_mm256_setzero_ps(), most));
 }
 
-__m256i size_of(__m256 x) { // the bits of |x|, which have the order of |x|
+__m256i size_of(__m256 x) { // the bits of |x|, integers that are ordered like |x|
     return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
 }
 
@@ -25,7 +25,7 @@ int32_t largest(__m256i x) {
     return _mm_cvtsi128_si32(y);
 }
 
-// Bytes of eight dwords below 256.
+// Converts eight dwords below 256 to bytes.
 __m128i narrow(__m256i x) {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     return _mm_packus_epi16(words, words);

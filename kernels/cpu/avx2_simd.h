@@ -43,10 +43,10 @@ static inline void add_eight(__m256i sum, int32_t middle, float shrink, float we
     _mm256_storeu_ps(at, _mm256_fmadd_ps(_mm256_set1_ps(shrink), _mm256_loadu_ps(at), add));
 }
 
-// Unnamed namespace: every including file has its own instruction flags and needs its own copy.
+// The namespace is unnamed, because every including file has its own instruction flags and needs its own copy.
 namespace {
 
-// Eight floats: the Isa of lanes.h.
+// The Isa of lanes.h, with eight floats in a register.
 struct Lanes {
     static constexpr int  W          = 8;
     static constexpr bool HAS_LOOKUP = true;
@@ -83,7 +83,7 @@ struct Lanes {
 
     static F power(F t) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t), 23)); }
 
-    static F mul_from(float least, F x, F a, F b) { // NaN is not less, so it stays visible.
+    static F mul_from(float least, F x, F a, F b) { // NaN is not less than `least`, so it stays visible.
         return _mm256_and_ps(mul(a, b), _mm256_cmp_ps(x, set(least), _CMP_NLT_UQ));
     }
 
@@ -93,7 +93,7 @@ struct Lanes {
 
     static float sum(F x) { return horizontal_sum(x); }
 
-    static F hide(F x, F bias) { // sets x to -infinity where the bias is
+    static F hide(F x, F bias) { // sets x to -infinity where the bias is -infinity
         const F minus_inf = set(-__builtin_inff());
         return _mm256_blendv_ps(x, minus_inf, _mm256_cmp_ps(bias, minus_inf, _CMP_EQ_OQ));
     }

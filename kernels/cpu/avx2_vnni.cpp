@@ -1,5 +1,5 @@
-// avx2_vnni.cpp: the table of AVX2 with AVX-VNNI (Alder Lake and later without AVX-512). Products are VPDPBUSD's: codes
-// times high bytes, codes times low bytes.
+// avx2_vnni.cpp: the table of AVX2 with AVX-VNNI (Alder Lake and later without AVX-512). VPDPBUSD multiplies codes by
+// the high bytes and by the low bytes of the integers.
 #include "versions.h"
 
 #if defined(SUBKV_X86)
@@ -22,7 +22,7 @@ struct Bytes {
 
     static constexpr int octets(int) { return 1; }
 
-    static void split(__m256i u, int8_t * first, int8_t * second) { // signed bytes: u = 256 * high + low
+    static void split(__m256i u, int8_t * first, int8_t * second) { // signed bytes with u = 256 * high + low
         const __m256i high  = _mm256_srai_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(128)), 8);
         const __m256i bytes = _mm256_set1_epi32(0x0c080400);
         const __m256i both  = _mm256_unpacklo_epi32(_mm256_shuffle_epi8(high, bytes), _mm256_shuffle_epi8(u, bytes));
@@ -44,7 +44,7 @@ struct Bytes {
 
 private:
     static void add_products(__m256i & sum, __m256i codes, __m256i bytes) {
-#    if defined(SUBKV_EVEX_VNNI) // AVX-512's form of the instruction, for tests on processors that have no other
+#    if defined(SUBKV_EVEX_VNNI) // the form of AVX-512, for tests on processors that have no other form
         sum = pin(_mm256_dpbusd_epi32(sum, codes, bytes));
 #    else
         sum = pin(_mm256_dpbusd_avx_epi32(sum, codes, bytes));

@@ -1,5 +1,5 @@
-// avx512.cpp: the table of AVX-512 with VNNI and VBMI. Products are VPDPBUSD's: codes times high bytes, codes times low
-// bytes. VPERMB looks levels up by a window of a code and the low bits of the two before it.
+// avx512.cpp: the table of AVX-512 with VNNI and VBMI. VPDPBUSD multiplies codes by the high bytes and by the low bytes
+// of the integers. VPERMB looks levels up by a window of a code and the low bits of the two before it.
 #include "versions.h"
 
 #if defined(SUBKV_X86)
@@ -19,9 +19,9 @@ struct Bytes {
 
     static constexpr int FROM_TILE_ROWS = 12;
 
-    static constexpr int octets(int rows) { return rows <= 3 ? 4 : 2; } // two sums each, 32 registers
+    static constexpr int octets(int rows) { return rows <= 3 ? 4 : 2; } // two sums per octet and row, in 32 registers
 
-    static void split(__m512i u, void * first, void * second) { // signed bytes: u = 256 * high + low
+    static void split(__m512i u, void * first, void * second) { // signed bytes with u = 256 * high + low
         const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(128)), 8);
         _mm_storeu_si128((__m128i *) first, _mm512_cvtepi32_epi8(high));
         _mm_storeu_si128((__m128i *) second, _mm512_cvtepi32_epi8(u));
@@ -66,12 +66,12 @@ struct Bytes {
     }
 
 private:
-    // Bits `byte` of every byte from x, the others from y.
+    // Takes the bits `byte` of every byte from x, and the others from y.
     static __m512i bits_of(int byte, __m512i x, __m512i y) {
         return _mm512_ternarylogic_epi32(_mm512_set1_epi8((char) byte), x, y, 0xca);
     }
 
-    // GCC copies the sums of a loop from register to register when it may choose.
+    // The assembler statement stops GCC from copying the sums of a loop from register to register.
     static void add_products(__m512i & sum, __m512i codes, __m512i bytes) {
 #    if defined(__GNUC__)
         __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(bytes));

@@ -1,5 +1,5 @@
 // avx512_attend.h: the Isa of attend_tiles.h with AVX-512 F, BW, DQ and VL. The including file defines the products:
-//   Products  split(u, first, second)      16 integers, |u| <= LARGEST, as operands of two products: 16 bytes each
+//   Products  split(u, first, second)      stores 16 integers, |u| <= LARGEST, as 16-byte operands of two products
 //             Opened, open(codes)          64 codes as operands
 //             Sum, start(x)                16 sums, all x
 //             add(sum, opened, first, second), total(sum)
@@ -12,7 +12,7 @@
 #include "avx2_simd.h"
 #include "versions.h"
 
-// Unnamed namespace: every including file has its own instruction flags and needs its own copy.
+// The namespace is unnamed, because every including file has its own instruction flags and needs its own copy.
 namespace subkv::avx512 {
 namespace {
 
@@ -50,7 +50,7 @@ struct Registers {
 
     static float sum(F x) { return _mm512_reduce_add_ps(x); }
 
-    static F hide(F x, F bias) { // -inf where the bias is
+    static F hide(F x, F bias) { // sets x to -infinity where the bias is -infinity
         const F minus_inf = set(cpu::MINUS_INF);
         return _mm512_mask_mov_ps(minus_inf, _mm512_cmp_ps_mask(bias, minus_inf, _CMP_NEQ_UQ), x);
     }
@@ -87,7 +87,7 @@ struct Registers {
 
     static void put_bytes(uint8_t * at, I x) { _mm512_storeu_si512(at, x); }
 
-    template <int RIGHT> static I shift(I x) { // It shifts across bytes; the mask clears the bits of the next one.
+    template <int RIGHT> static I shift(I x) { // Bits may cross into the next byte. The caller drops them.
         if constexpr (RIGHT > 0) {
             return _mm512_srli_epi16(x, RIGHT);
         } else if constexpr (RIGHT < 0) {
@@ -122,7 +122,7 @@ struct Registers {
         return _mm512_set1_epi64(x);
     }
 
-    // The exact SCALES of 16 scale codes, from a table of eighth roots of two and the bits of the exponent.
+    // Computes the exact SCALES of 16 scale codes from a table of eighth roots of two and the bits of the exponent.
     static F scales_of(const uint8_t * codes) {
         const I u     = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) codes));
         const F roots = _mm512_castps256_ps512(_mm256_loadu_ps(SCALES + SCALE_ONE));
@@ -155,7 +155,7 @@ struct Registers {
 template <typename Products> struct Isa : Registers, Products {
     using Sum = typename Products::Sum;
 
-    // at[j] = shrink * at[j] + weight_step * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
+    // at[j] = shrink * at[j] + weight_step * (2 * the sum of coefficient j - middle). The sum is that of two dwords.
     static void add_octet(const Sum * sum, int32_t middle, float shrink, float weight_step, float * at) {
         const I       t     = Products::total(*sum);
         const __m256i pairs = _mm512_cvtepi64_epi32(_mm512_add_epi32(t, _mm512_srli_epi64(t, 32)));

@@ -1,5 +1,5 @@
-// avx512_bw.cpp: the table of AVX-512 without VNNI or VBMI. Products are VPMADDWD's: the codes of even and of odd
-// places as words, times words of the integers.
+// avx512_bw.cpp: the table of AVX-512 without VNNI or VBMI. VPMADDWD multiplies the codes of even and of odd places, as
+// words, by words of the integers.
 #include "versions.h"
 
 #if defined(SUBKV_X86)
@@ -17,7 +17,7 @@ struct Words {
         __m512i even, odd;
     };
 
-    static constexpr int FROM_TILE_ROWS = 3; // a level takes eight instructions or more, so few rows
+    static constexpr int FROM_TILE_ROWS = 3; // More rows would decode a level, in eight or more instructions, again.
 
     static constexpr int octets(int) { return 4; } // 16 sums and 8 registers of codes at most
 
@@ -47,7 +47,7 @@ struct Words {
     static constexpr bool OTHER_BITS_ZERO = true;
 
     struct Previous {
-        __m512i one, two; // low bits count
+        __m512i one, two; // The level depends on their lowest bits.
     };
 
     static __m512i ends(__m512i one, __m512i two) {
@@ -64,7 +64,7 @@ struct Words {
         if constexpr (BITS <= 4) {
             const auto & levels = cpu::BY_CODE<BITS>.byte;
             return _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(of(levels[0]), u), x, of(levels[1]), u);
-        } else { // the magnitudes of trellis.h, in bytes about 128
+        } else { // This computes the levels of trellis.h plus 128.
             constexpr int HALF  = 1 << BITS;
             const __m512i twice = _mm512_add_epi8(u, u);
             const __m512i y     = _mm512_add_epi8(_mm512_mask_add_epi8(twice, x, twice, _mm512_set1_epi8(1)),

@@ -1,4 +1,4 @@
-// cells.h: reads and writes a cell of a tile (subkv/tiles.h). All is static, like everything that ISA files include.
+// cells.h: reads and writes a cell of a tile (subkv/tiles.h). Everything is static, as in all headers of ISA files.
 #pragma once
 
 #include "../ref/rows.h"
@@ -108,7 +108,7 @@ template <int BITS> static inline void get_values(const uint8_t * octet, int32_t
         default: break;                                                                                                \
     }
 
-// CALL(BITS, PATH)
+// Runs CALL(BITS, PATH) with the width and `path` as constants.
 #define SUBKV_CALL_CODE(bits, low, twice, thrice, share, CALL)                                                         \
     case -bits: CALL(bits, true); break;                                                                               \
     case bits: CALL(bits, false); break;

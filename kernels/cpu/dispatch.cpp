@@ -19,7 +19,7 @@ namespace subkv {
 namespace {
 
 #if defined(SUBKV_X86)
-// This does without __builtin_cpu_supports, because Clang 14 lacks f16c and zig's library reports no features.
+// __builtin_cpu_supports is not used, because it lacks f16c in Clang 14, and zig's library reports no features.
 struct Processor {
     bool avx2 = false, avx2_vnni = false, avx512_bw = false, avx512_bytes = false;
 
@@ -59,7 +59,7 @@ bool has_dot_products() {
 #endif
 
 struct Choice {
-    const Ops * available[6] = {}; // slowest first, ends with nullptr
+    const Ops * available[6] = {}; // from the slowest to the fastest, then nullptr
     const Ops * chosen       = nullptr;
     std::string error;
 

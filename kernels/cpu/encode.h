@@ -1,4 +1,4 @@
-// encode.h: encode, dequantize and to_half of all versions, as ref/encode.cpp and ref/rows.cpp define them. lanes.h
+// encode.h: encode, dequantize and to_half for all versions, defined by ref/encode.cpp and ref/rows.cpp. lanes.h
 // documents Isa.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace subkv::cpu {
 
-// Writes the codes of a cell that are not on a path, for its scale code. 16-bit bands get halves instead.
+// Writes the codes of a cell that are not on a path, and the halves of 16-bit bands, for the scale code cell.scale.
 template <typename Isa> static void quantize_bands(const HeadCodec & codec, const float * c, Cell & cell) {
     const float s = SCALES[cell.scale];
     for (int32_t i = 0; i < codec.n_bands; ++i) {
@@ -33,7 +33,7 @@ template <typename Isa> static void quantize_bands(const HeadCodec & codec, cons
 constexpr int64_t ENCODE_TOKENS = 32; // tokens projected together
 constexpr int     ENCODE_ROWS   = PATH_ROWS;
 
-// n <= ENCODE_ROWS rows of finite coefficients c[row] [rank]
+// Quantizes n <= ENCODE_ROWS rows of finite coefficients, c[row] [rank].
 template <typename Isa>
 static void quantize_cells(const HeadCodec & codec, const float * const * c, int n, Cell * const * cell) {
     uint8_t scale[ENCODE_ROWS];
@@ -52,7 +52,7 @@ static void quantize_cells(const HeadCodec & codec, const float * const * c, int
     }
 }
 
-// c [n][rank] = E x of x [n][ldx]
+// c [n][rank] = E x, where x is [n][ldx]
 template <typename Isa>
 static void compute_coefficients(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, float * c) {
     if (present(codec.encode)) {

@@ -1,4 +1,4 @@
-// exact_keys.h: attention over exact keys of all versions, as ref/attend.cpp defines it. lanes.h documents Isa.
+// exact_keys.h: attention over exact keys for all versions, defined by ref/attend.cpp. lanes.h documents Isa.
 //
 // The visible keys of a page are converted to float once, keys to transposed panels of 16 cells and values to rows.
 // Blocks of 48 query rows then run two register-blocked products (6 rows x 16 columns) around a vector softmax. The
@@ -23,16 +23,16 @@ constexpr int   EXACT_ROWS  = 6;  // query rows of a product
 constexpr int   PANEL       = 16; // cells of a panel
 constexpr float NO_LOGIT    = -__builtin_inff();
 
-// A page has the bias of every token, padded with -inf, the tokens with visible keys, and the rows.
+// A page of keys, their values, and the bias of every token, padded with -inf.
 struct Page {
     int64_t first;
     int32_t n;
-    int32_t begin, end;    // of the visible keys, multiples of PANEL
+    int32_t begin, end;    // bounds of the visible keys, multiples of PANEL
     float * keys;          // [PAGE/PANEL][a.d_k][PANEL]
     float * values;        // [PAGE][a.d_v]
     float * bias;          // [n_tok][PAGE]
-    bool *  has_visible;   // [n_tok] Does the token see a key of this page?
-    bool    visible[PAGE]; // Does any query see key first + c?
+    bool *  has_visible;   // [n_tok] whether the token sees a key of this page
+    bool    visible[PAGE]; // whether any query sees key first + c
 };
 
 //
@@ -50,7 +50,7 @@ template <typename Isa> static void transpose_panel(const float * from, int64_t 
     }
 }
 
-// out[i][0..15] = sum_j q[i][j] panel[j][0..15], rows of `out` PAGE apart
+// out[i][0..15] = sum_j q[i][j] panel[j][0..15], where rows of `out` are PAGE apart
 template <typename Isa, int ROWS>
 static void multiply_panel(const float * q, int64_t d, const float * panel, float * out) {
     typename Isa::F low[ROWS];
@@ -74,7 +74,7 @@ static void multiply_panel(const float * q, int64_t d, const float * panel, floa
     }
 }
 
-// Is any of the sums not finite?
+// Returns whether any of the sums is not finite.
 template <typename Isa, int ROWS, int REGS> static bool any_infinite_sum(const typename Isa::F (&sum)[ROWS][REGS]) {
     typename Isa::F total[ROWS];
     for (int i = 0; i < ROWS; ++i) {
@@ -91,7 +91,7 @@ template <typename Isa, int ROWS, int REGS> static bool any_infinite_sum(const t
     return Isa::any_nan(Isa::sub(total[0], total[0]));
 }
 
-// acc[i][0..8*REGS-1] = shrink[i]*acc[i] + sum_c weight[i][c] values[c][..]. GUARDED leaves out weights of 0.
+// acc[i][0..8*REGS-1] = shrink[i]*acc[i] + sum_c weight[i][c] values[c][..]. GUARDED skips weights of 0.
 template <typename Isa, int ROWS, int REGS, bool GUARDED = false>
 static void add_values(const float * weight, const float * shrink, int64_t n, const float * values, int64_t ldv,
                        float * acc, int64_t lda) {
@@ -133,7 +133,7 @@ static void add_values(const float * weight, const float * shrink, int64_t n, co
 // products with rows of halves, for at most EXACT_ROWS query rows
 //
 
-// out[i][0..7] for 8 keys
+// out[i][0..7] = q[i] . key[0..7], where rows of `out` are PAGE apart
 template <typename Isa, int ROWS>
 static void multiply_halves(const float * q, int64_t d, const uint16_t * const * key, float * out) {
     typename Isa::F sum[ROWS];
@@ -197,7 +197,7 @@ static void add_value_halves(const float * weight, const float * shrink, int64_t
 // pages
 //
 
-// Returns whether any key is visible.
+// Reads the bias of a page, and returns whether any key is visible.
 template <typename Isa> static bool read_bias(const ExactArgs & a, Page & page) {
     unsigned of_cells[PAGE / 8] = {}; // bits of visible keys
     for (int64_t t = 0; t < a.n_tok; ++t) {
@@ -230,9 +230,9 @@ template <typename Isa> static bool read_bias(const ExactArgs & a, Page & page) 
 }
 
 static inline void prefetch_rows(const ExactArgs & a, const Page & page) {
-    for (int32_t c = page.begin; c < page.end; ++c) { // a token's weights have pushed them out of the caches
+    for (int32_t c = page.begin; c < page.end; ++c) { // The model's weights have displaced the rows in the caches.
         for (int64_t j = 0; page.visible[c] && j < a.d_k; j += 32) {
-            __builtin_prefetch(a.k[page.first + c] + j, 0, 2); // L1 can wait for fewer lines
+            __builtin_prefetch(a.k[page.first + c] + j, 0, 2); // into L2, because L1 can wait for fewer lines
         }
         for (int64_t j = 0; page.visible[c] && j < a.d_v; j += 32) {
             __builtin_prefetch(a.v[page.first + c] + j, 0, 2);
@@ -297,7 +297,7 @@ template <typename Isa> static float softmax_page(const ExactArgs & a, const Pag
         Isa::store(x + c, l);
     }
     const float page_top = Isa::largest(top);
-    if (!(page_top > NO_LOGIT)) { // without a visible key nothing changes, to the bit
+    if (!(page_top > NO_LOGIT)) { // A row without a visible key keeps its state exactly.
         return clear(page.has_visible[row / a.n_group]);
     }
     const float new_m  = page_top > m ? page_top : m;
@@ -310,7 +310,7 @@ template <typename Isa> static float softmax_page(const ExactArgs & a, const Pag
         Isa::store(x + c, e);
     }
     const float new_z = z * shrink + Isa::sum(total);
-    if (new_z != new_z) { // a logit is NaN
+    if (new_z != new_z) { // A logit is NaN.
         return clear(true);
     }
     m = new_m;
@@ -318,13 +318,13 @@ template <typename Isa> static float softmax_page(const ExactArgs & a, const Pag
     return shrink;
 }
 
-// Query rows [row, row + ROWS) against a panel of keys.
+// Multiplies query rows [row, row + ROWS) by a panel of keys.
 template <typename Isa, int ROWS>
 static void multiply_rows(const ExactArgs & a, int64_t row, const float * panel, float * out) {
     multiply_panel<Isa, ROWS>(a.q + row * a.d_k, a.d_k, panel, out);
 }
 
-// The same against the page's values.
+// Multiplies the weights of these rows by the page's values.
 template <typename Isa, int ROWS>
 static void add_page_values(const ExactArgs & a, const Page & page, int64_t row, const float * weight,
                             const float * shrink) {
@@ -340,7 +340,8 @@ static void add_page_values(const ExactArgs & a, const Page & page, int64_t row,
     }
 }
 
-// All query rows of the call, at most EXACT_ROWS, against a page. Masked keys read as zeros, as in widen_rows.
+// Attends from all query rows of the call, at most EXACT_ROWS, to a page. Masked keys are read as zeros, as in
+// widen_rows.
 template <typename Isa, int ROWS> static void attend_few(const ExactArgs & a, const Page & page, float * weight) {
     const size_t     d    = (size_t) (a.d_k > a.d_v ? a.d_k : a.d_v);
     const uint16_t * zero = (const uint16_t *) scratch(SLOT_EXACT_ZERO, d * sizeof(uint16_t));
@@ -357,7 +358,7 @@ template <typename Isa, int ROWS> static void attend_few(const ExactArgs & a, co
     for (int64_t r = 0; r < ROWS; ++r) {
         shrink[r] = softmax_page<Isa>(a, page, weight + r * PAGE, r);
     }
-    constexpr int REGS = ROWS <= 3 ? 4 : 2; // fits 16 registers
+    constexpr int REGS = ROWS <= 3 ? 4 : 2; // All operands fit 16 registers.
     const int64_t n    = page.end - page.begin;
     int64_t       j    = 0;
     for (; j + 8 * REGS <= a.d_v; j += 8 * REGS) {
@@ -377,7 +378,7 @@ static inline bool any_visible(const ExactArgs & a, const Page & page, int64_t r
     return false;
 }
 
-// FUNCTION<Isa, n>, n from 1 to EXACT_ROWS
+// Calls FUNCTION<Isa, n>, with n from 1 to EXACT_ROWS.
 #define SUBKV_BY_ROWS(n, FUNCTION, ...)                                                                                \
     switch (n) {                                                                                                       \
         case 1: FUNCTION<Isa, 1>(__VA_ARGS__); break;                                                                  \
@@ -388,7 +389,7 @@ static inline bool any_visible(const ExactArgs & a, const Page & page, int64_t r
         default: FUNCTION<Isa, EXACT_ROWS>(__VA_ARGS__); break;                                                        \
     }
 
-// Query rows [row, row + n), n <= EXACT_BLOCK, against one page.
+// Attends from query rows [row, row + n), n <= EXACT_BLOCK, to one page.
 template <typename Isa>
 static void attend_block(const ExactArgs & a, const Page & page, int64_t row, int64_t n, float * weight) {
     const auto count = [&](int64_t i) { return n - i < EXACT_ROWS ? n - i : EXACT_ROWS; };
@@ -396,7 +397,7 @@ static void attend_block(const ExactArgs & a, const Page & page, int64_t row, in
     for (int64_t i = 0; i < n; i += EXACT_ROWS) {
         has_visible[i / EXACT_ROWS] = any_visible(a, page, row + i, count(i));
     }
-    for (int32_t c = page.begin; c < page.end; c += PANEL) { // a panel stays in L1 while the block's queries pass
+    for (int32_t c = page.begin; c < page.end; c += PANEL) { // A panel stays in L1 for all queries of the block.
         for (int64_t i = 0; i < n; i += EXACT_ROWS) {
             if (has_visible[i / EXACT_ROWS]) {
                 SUBKV_BY_ROWS(count(i), multiply_rows, a, row + i, page.keys + c * a.d_k, weight + i * PAGE + c)

@@ -10,7 +10,7 @@ namespace subkv {
 
 namespace {
 
-// Which byte of a qword is at place i of memory, counted from the low end.
+// Returns the number, counted from the low end, of the byte of a qword that is at place i in memory.
 int32_t byte_of(int32_t i) {
     const uint16_t one = 1;
     uint8_t        low;
@@ -18,8 +18,9 @@ int32_t byte_of(int32_t i) {
     return low != 0 ? i : 7 - i;
 }
 
-// Bits [in_shift, in_shift + width) of a cell's bytes in a line of an octet become bits [out_shift, ...) of those of
-// another cell in another line. Two fields of different registers share at most one such run.
+// A run of bits to copy: bits [in_shift, in_shift + width) of a cell's bytes in a line of an octet become bits
+// [out_shift, out_shift + width) of another cell's bytes in another line. Two fields of different registers share at
+// most one run.
 struct Moved {
     int32_t in_line, in_shift, out_line, out_shift;
     uint8_t mask;
@@ -44,8 +45,8 @@ int32_t moves(int32_t bits, int32_t rho, int32_t new_rho, Moved * out) {
 
 constexpr int32_t MOST_MOVES = 9;
 
-// Copies a cell's codes, two dwords per octet of keys or one byte in each of eight qwords of values. `to` has zeros
-// there.
+// Copies a cell's codes, two dwords per octet of keys or one byte in each of eight qwords of values. These bits of `to`
+// must be 0 before.
 void move_keys(const Band & band, const uint8_t * from, int32_t c, uint8_t * to, int32_t place) {
     const size_t size = (size_t) band.bits * LINE;
     for (int32_t half = 0; half < 8; half += 4) {

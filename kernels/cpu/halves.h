@@ -9,13 +9,12 @@ namespace subkv::cpu {
 
 constexpr int32_t HALVES_STRIDE = 256; // cells of a step
 
-// The coefficients of a side's 16-bit bands, eight by eight, and those of a step's cells:
-// values[coefficient][HALVES_STRIDE].
+// The coefficients of all 16-bit bands of K or V, in blocks of eight, and their values in a step's cells.
 struct Halves {
     int32_t n; // blocks of eight
     int32_t first[MAX_HEAD_SIZE / 8];
-    int32_t offset[MAX_HEAD_SIZE / 8]; // offset of their octet in a tile
-    float * values;
+    int32_t offset[MAX_HEAD_SIZE / 8]; // offset of the block's octet in a tile
+    float * values;                    // [8 * n][HALVES_STRIDE]
 };
 
 static inline void find_halves(const HeadCodec & codec, Halves & halves) {
@@ -29,8 +28,8 @@ static inline void find_halves(const HeadCodec & codec, Halves & halves) {
     }
 }
 
-// Stores zeros for zero rows, for cells not in `visible`, whose bytes may be NaN, and for visible cells with a half
-// that is not finite, which it adds to `bad`.
+// Reads the halves of a step's cells. It stores zeros for zero rows, for cells not in `visible`, whose bytes may be
+// NaN, and for visible halves that are not finite, whose cells it adds to `bad`.
 template <typename Isa>
 static void read_halves(const Halves & halves, const uint8_t * tile, int64_t stride, const uint64_t * visible,
                         int32_t n_tiles, uint64_t * bad) {
@@ -73,13 +72,12 @@ static inline void add_key_halves(const Halves & halves, const float * q, float 
     }
 }
 
-// sum [rank] = shrink * sum + weight_scale * weighted sum of the cells' 16-bit bands, weights [n]; n is a multiple of
-// 16
+// sum [rank] = shrink * sum + weight_scale * sum of the cells' 16-bit bands, times weight [n]; n is a multiple of 16
 static inline void add_value_halves(const Halves & halves, const float * weight, int32_t n, float shrink,
                                     float weight_scale, float * sum) {
     for (int32_t j = 0; j < 8 * halves.n; ++j) {
         const float * values    = halves.values + j * HALVES_STRIDE;
-        float         total[16] = {}; // fits the registers
+        float         total[16] = {}; // They fit the registers.
         for (int32_t c = 0; c < n; c += 16) {
             for (int32_t k = 0; k < 16; ++k) {
                 total[k] += weight[c + k] * values[c + k];

@@ -7,7 +7,7 @@
 
 namespace subkv::cpu {
 
-// By index (trellis.h), repeated up to N entries.
+// Levels by index (trellis.h), repeated up to N entries.
 template <int BITS, int N> struct alignas(64) ByIndex {
     uint8_t byte[N] = {};
 
@@ -18,7 +18,7 @@ template <int BITS, int N> struct alignas(64) ByIndex {
     }
 };
 
-// By window 4 u_t + 2 x_{t-1} + x_{t-2}, repeated up to N entries.
+// Levels by window 4 u_t + 2 x_{t-1} + x_{t-2}, repeated up to N entries.
 template <int BITS, int N> struct alignas(64) ByWindow {
     uint8_t byte[N] = {};
 
@@ -30,7 +30,7 @@ template <int BITS, int N> struct alignas(64) ByWindow {
     }
 };
 
-// By x_{t-1} and u_t ^ x_{t-2}, of up to 4 bits: byte[x][u].
+// Levels byte[x][u] by x = x_{t-1} and u = u_t ^ x_{t-2}, for codes of up to 4 bits.
 template <int BITS> struct alignas(64) ByCode {
     uint8_t byte[2][16] = {};
 
@@ -43,7 +43,7 @@ template <int BITS> struct alignas(64) ByCode {
     }
 };
 
-// By u_t ^ x_{t-2} + 2^BITS x_{t-1}, of 2 and 3 bits.
+// Levels by (u_t ^ x_{t-2}) + 2^BITS x_{t-1}, for codes of 2 and 3 bits.
 template <int BITS> struct alignas(64) ByCodeAndBit {
     uint8_t byte[16] = {};
 
@@ -54,7 +54,7 @@ template <int BITS> struct alignas(64) ByCodeAndBit {
     }
 };
 
-// What to add to i - 2^BITS to get level i, for the lowest and the highest 16 indices i; it is 0 for the others.
+// The difference of level i and i - 2^BITS, for the lowest and the highest 16 indices i. It is 0 for the others.
 template <int BITS> struct alignas(64) Bends {
     uint8_t low[16] = {}, high[16] = {};
 

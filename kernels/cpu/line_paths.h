@@ -1,13 +1,14 @@
-// line_paths.h: paths in tiles as bytes, octet by octet (tile_codes.h has the other way, register by register). A
-// code's two predecessors are in the lines of the two octets before, at the same bits if these are of the same band. So
-// one exclusive or of a line serves all of its registers, and nothing is kept from one octet to the next. At the
-// beginning of a band, two octets of the band's width get the low bits of the two octets before.
+// line_paths.h: converts paths in tiles to bytes, octet by octet. RegisterPath (tile_bytes.h) does it register by
+// register. A code's two predecessors are in the lines of the two octets before, at the same bits if these belong to
+// the same band. Therefore one exclusive or of a line serves all of its registers, and no state is kept from one octet
+// to the next. At the beginning of a band, the low bits of the two octets before are copied to two octets of the band's
+// width.
 //
-// Members of Isa (attend_tiles.h) for this, besides raise_keys and raise_values (tile_codes.h):
+// Besides raise_keys and raise_values (tile_codes.h), Isa (attend_tiles.h) has
 //   exclusive_or(x, y)
 //   line_code_bit(bits)          bit of a byte at which level() expects codes; the other bits are 0
 //   level<BITS, LOW>(code, line) levels plus 128. `code` is exclusive or'ed with the low bits of the codes two places
-//                                before. `line` is of the octet before; bit LOW of its bytes is the preceding codes'.
+//                                before. Bit LOW of the bytes of `line` is the low bit of the preceding code.
 #pragma once
 
 #include "tile_codes.h"
@@ -16,7 +17,7 @@
 
 namespace subkv::cpu {
 
-// Of each byte of a line, the bits that are the lowest of a code.
+// Returns the bits of a line's bytes that are the lowest bits of codes.
 static constexpr int low_bits(int bits, int line) {
     int mask = 0;
     for (int rho = 0; rho < 8; ++rho) {
@@ -26,8 +27,8 @@ static constexpr int low_bits(int bits, int line) {
     return mask;
 }
 
-// Of these bits in line `to` of an octet of TO bits, those that a shift to the left brings from line `from` of an octet
-// of FROM bits, from register rho ^ `other`.
+// Returns those of these bits, in line `to` of an octet of to_bits bits, that a shift by `left` brings from line `from`
+// of an octet of from_bits bits. Register rho receives the bits of register rho ^ other.
 static constexpr int moved_bits(int from_bits, int to_bits, int other, int from, int to, int left) {
     int mask = 0;
     for (int rho = 0; rho < 8; ++rho) {
@@ -40,7 +41,8 @@ static constexpr int moved_bits(int from_bits, int to_bits, int other, int from,
     return mask;
 }
 
-// Adds to x, line TO_LINE of an octet of TO bits, the low bits that are in `from`, the lines of one of FROM bits.
+// Copies low bits of codes from the lines `from` of an octet of FROM bits to x, which is line TO_LINE of an octet of TO
+// bits.
 template <typename Isa, int FROM, int TO, int OTHER, int TO_LINE, int FROM_LINE = 0, int LEFT = -7>
 static inline void move_bits(const typename Isa::I * from, typename Isa::I & x) {
     if constexpr (LEFT > 7) {
@@ -113,7 +115,8 @@ template <typename Isa, int BITS> static void raise_octet(bool value, const uint
     }
 }
 
-// The registers of an octet from RHO on. `line` is combined, see below; `one` is the octet before it.
+// Writes the levels of an octet's registers from RHO on. `line` has the lines that combine_lines returns, and `one` is
+// the octet before.
 template <typename Isa, int BITS, int RHO = 0>
 static inline void levels_of_lines(const typename Isa::I * line, const uint8_t * one, uint8_t * out) {
     if constexpr (RHO < 8) {
@@ -125,7 +128,7 @@ static inline void levels_of_lines(const typename Isa::I * line, const uint8_t *
     }
 }
 
-// An octet's lines exclusive or'ed with the low bits of `two`, the second octet before.
+// Returns an octet's lines, exclusive or'ed with the low bits of `two`, the second octet before.
 template <typename Isa, int BITS, int AT = 0>
 static inline void combine_lines(const uint8_t * octet, const uint8_t * two, typename Isa::I * line) {
     if constexpr (AT < BITS) {
@@ -138,12 +141,12 @@ static inline void combine_lines(const uint8_t * octet, const uint8_t * two, typ
     }
 }
 
-// The path of a tile up to some octet.
+// The state of a tile's path, which advances octet by octet.
 template <typename Isa> struct LinePath {
-    int32_t         bits;     // of these two
+    int32_t         bits;     // bits of codes in `one` and `two`
     const uint8_t * one;      // the octet before
-    const uint8_t * two;      // the one before that
-    int             free = 1; // the next of `start` to write, because `one` and `two` may be in the other
+    const uint8_t * two;      // the second octet before
+    int             free = 1; // index of the part of `start` that `one` and `two` do not use
     alignas(LINE) uint8_t start[2][2][TRELLIS_BITS * LINE];
 
     LinePath(const HeadCodec & codec, const uint8_t * tile) {

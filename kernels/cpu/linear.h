@@ -1,4 +1,4 @@
-// linear.h: project, reconstruct and moment of all versions, as ref/linear.cpp defines them. lanes.h documents Isa.
+// linear.h: project, reconstruct and moment for all versions, defined by ref/linear.cpp. lanes.h documents Isa.
 #pragma once
 
 #include "lanes.h"
@@ -10,8 +10,8 @@
 
 namespace subkv::cpu {
 
-// Calls rows(entries [n][d], step, first, n) for rows [first, first + n) of a matrix. Bytes have steps [n], halves none
-// (nullptr).
+// Calls rows(entries [n][d], step, first, n) for rows [first, first + n) of a matrix. `step` is [n] for rows of bytes,
+// and nullptr for halves.
 template <typename Rows> static inline void for_entries(const Matrix & m, int64_t r, const Rows & rows) {
     const int64_t n_halves = m.bytes ? m.n_halves : r;
     if (n_halves > 0) {
@@ -55,7 +55,7 @@ static void dot8(const T * m, int64_t d, const float * x, typename Isa::F scale,
     Isa::store(y, Isa::mul(Isa::sums(sum), scale));
 }
 
-// The same for two tokens and four rows, where six loads serve eight products. `scale` has its four numbers twice.
+// Does the same for two tokens and four rows, where six loads serve eight products. `scale` has its four numbers twice.
 template <typename Isa, typename T>
 static void dot4x2(const T * m, int64_t d, const float * x0, const float * x1, typename Isa::F scale, float * y0,
                    float * y1) {
@@ -167,8 +167,8 @@ static void reconstruct(const Matrix & m, int64_t r, int64_t d, const float * e,
 // moment
 //
 
-constexpr int64_t MOMENT_TOKENS  = 64; // summed in float before they are added to the doubles
-constexpr int64_t MOMENT_COLUMNS = 16; // of a block
+constexpr int64_t MOMENT_TOKENS  = 64; // tokens summed in float before they are added to the doubles
+constexpr int64_t MOMENT_COLUMNS = 16; // columns of a block
 
 // s[0..3][0..15] += sum_t x[t][i..i+3]' x[t][j..j+15]; x [n][ld], s [..][ld]
 template <typename Isa>

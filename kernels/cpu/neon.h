@@ -7,12 +7,12 @@
 
 namespace subkv::neon {
 
-// Four halves, widened.
+// Widens four halves.
 static inline float32x4_t widen(const uint16_t * h) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(h)));
 }
 
-// Four floats: what lanes.h needs of any register.
+// Registers of four floats, with the functions that lanes.h needs of any register.
 struct Floats {
     using F = float32x4_t;
 
@@ -46,12 +46,12 @@ struct Floats {
 
     static F power(F t) { return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(t), 23)); }
 
-    static F mul_from(float least, F x, F a, F b) { // NaN is not less, so it stays visible.
+    static F mul_from(float least, F x, F a, F b) { // NaN is not less than `least`, so it stays visible.
         const uint32x4_t less = vcltq_f32(x, set(least));
         return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(mul(a, b)), less));
     }
 
-    static F hide(F x, F bias) { // sets x to -infinity where the bias is
+    static F hide(F x, F bias) { // sets x to -infinity where the bias is -infinity
         const F minus_inf = set(-__builtin_inff());
         return vbslq_f32(vceqq_f32(bias, minus_inf), minus_inf, x);
     }
@@ -59,7 +59,7 @@ struct Floats {
     static float first(F x) { return vgetq_lane_f32(x, 0); }
 };
 
-// Eight floats as two registers of four: the Isa of lanes.h. Their sums have AVX2's order.
+// The Isa of lanes.h, with eight floats in two registers of four. Sums are in AVX2's order.
 struct Lanes {
     static constexpr int  W          = 8;
     static constexpr bool HAS_LOOKUP = false;
@@ -156,7 +156,7 @@ struct Lanes {
     }
 
     static void transpose(F (&r)[8]) {
-        float32x4_t part[4][4]; // low and high halves of registers 0 to 3, then of 4 to 7
+        float32x4_t part[4][4]; // low halves of registers 0 to 3 and 4 to 7, then high halves
         for (int i = 0; i < 4; ++i) {
             part[0][i] = r[i].low;
             part[1][i] = r[4 + i].low;
@@ -213,7 +213,7 @@ private:
         r[3] = vcombine_f32(vget_high_f32(a.val[1]), vget_high_f32(b.val[1]));
     }
 
-    static unsigned bits_of(uint32x4_t low, uint32x4_t high) { // of masks
+    static unsigned bits_of(uint32x4_t low, uint32x4_t high) { // a bit for each lane of two masks
         static const uint32_t bits[8] = { 1, 2, 4, 8, 16, 32, 64, 128 };
         return vaddvq_u32(vorrq_u32(vandq_u32(low, vld1q_u32(bits)), vandq_u32(high, vld1q_u32(bits + 4))));
     }

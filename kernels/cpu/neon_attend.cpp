@@ -105,7 +105,7 @@ struct Isa : Floats {
         before.window      = w;
         if constexpr (BITS == 2) {
             const auto & table =
-                cpu::BY_WINDOW<2, 16>.byte; // a variable, because clang's loads are macros and split at commas
+                cpu::BY_WINDOW<2, 16>.byte; // Clang's loads are macros, which split their arguments at commas.
             return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(table), w));
         } else if constexpr (BITS == 3) {
             const auto & table = cpu::BY_WINDOW<3, 32>.byte;
@@ -120,7 +120,7 @@ struct Isa : Floats {
             const uint8x16_t low   = vqtbl4q_u8(vld1q_u8_x4(table), index);
             if constexpr (BITS == 5) {
                 return vreinterpretq_s32_u8(low);
-            } else { // an index outside a table gives 0, or keeps the byte
+            } else { // For an index outside the table, TBL gives 0 and TBX keeps the byte.
                 const uint8x16_t above = vsubq_u8(index, vdupq_n_u8(64));
                 return vreinterpretq_s32_u8(vqtbx4q_u8(low, vld1q_u8_x4(table + 64), above));
             }
@@ -152,7 +152,7 @@ struct Isa : Floats {
         return open;
     }
 
-    static uint64_t equal_bytes(const uint8_t * at, int byte) { // of 64
+    static uint64_t equal_bytes(const uint8_t * at, int byte) { // a bit for each of 64 bytes
         const uint8x16_t wanted = vdupq_n_u8((uint8_t) byte);
         const auto       equal  = [&](int i) { return vceqq_u8(vld1q_u8(at + 16 * i), wanted); };
         uint64_t         bits   = 0;
@@ -170,7 +170,7 @@ struct Isa : Floats {
         return widen(h);
     }
 
-    // Integers u, |u| <= LARGEST, as signed bytes u = 256 * high + low.
+    // Splits integers u, |u| <= LARGEST, into signed bytes with u = 256 * high + low.
     static void split(I u, int8_t * high, int8_t * low) {
         const int32x4_t h        = vshrq_n_s32(vaddq_s32(u, vdupq_n_s32(128)), 8);
         const int32x4_t l        = vsubq_s32(u, vshlq_n_s32(h, 8));
@@ -193,7 +193,7 @@ struct Isa : Floats {
 
     static I total(Sum sum) { return vaddq_s32(vshlq_n_s32(sum.high, 8), sum.low); }
 
-    // at[j] = shrink * at[j] + weight_step * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
+    // at[j] = shrink * at[j] + weight_step * (2 * the sum of coefficient j - middle). The sum is that of two dwords.
     static void add_octet(const Sum * sum, int32_t middle, float shrink, float weight_step, float * at) {
         for (int k = 0; k < 2; ++k) {
             const I pairs   = vpaddq_s32(total(sum[2 * k]), total(sum[2 * k + 1]));

@@ -6,7 +6,7 @@
 
 namespace subkv {
 
-// 64 bytes as words: loops over them have a fixed length, so compilers use vector registers.
+// 64 bytes as words. Loops over them have a fixed length, so compilers use vector registers.
 struct alignas(LINE) Line {
     uint64_t word[LINE / 8];
 };
@@ -20,7 +20,7 @@ inline void add_bits(const Line & __restrict in, int32_t in_shift, Line & __rest
     }
 }
 
-// Converts an octet's lines to its registers (codes, a byte each), and back. The output must be zeros before.
+// Converts an octet's lines to its registers, where a code is a byte, and back. The output must be zeros before.
 inline void open_octet(int32_t bits, const Line * lines, Line * to) {
     for (int32_t rho = 0; rho < 8; ++rho) {
         const TileFields fields = tile_fields(bits, rho);

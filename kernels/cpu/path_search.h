@@ -1,8 +1,8 @@
 // path_search.h: the encoder's search for paths through a trellis. It follows its definition, ref/trellis.cpp,
 // operation by operation, so the same coefficients give the same bytes. lanes.h documents Isa.
 //
-// The search of the scale has one candidate of one of two rows in every lane, all at the same place of the path, so
-// that a transition between states needs no moves between lanes. The search of the final path has one state per lane.
+// The search of the scale has a candidate of one of two rows in each lane. All lanes are at the same place of the path,
+// so a transition between states needs no moves between lanes. The search of the final path has one state per lane.
 #pragma once
 
 #include "lanes.h"
@@ -14,11 +14,11 @@
 namespace subkv::cpu {
 
 constexpr int   PATH_STATES = 4;
-constexpr int   PATH_ROWS   = 2; // whose scales are searched at once
+constexpr int   PATH_ROWS   = 2; // rows whose scales are searched at once
 constexpr float INF         = __builtin_inff();
 static_assert(TRELLIS_TRIED * PATH_ROWS == 8, "a candidate of a row in each lane");
 
-// Candidate i of the scale codes around `middle`, or 0 if it is none.
+// Candidate i of the scale codes around `middle`, or 0 if that is not a scale code.
 static inline int scale_candidate(int middle, int i) {
     const int k = middle - TRELLIS_BELOW + i;
     return k >= 1 && k <= SCALE_MOST ? k : 0;
@@ -26,10 +26,10 @@ static inline int scale_candidate(int middle, int i) {
 
 // Constants to find the levels of a width.
 struct LevelSearch {
-    float factor[N_LINES] = {}, constant[N_LINES] = {}; // of trellis_line
+    float factor[N_LINES] = {}, constant[N_LINES] = {}; // a and b of trellis_line
     float origin[PATH_STATES]   = {}; // for each subset, the position of its first level in units of its levels
     float value[PATH_STATES][8] = {}; // for up to 4 bits, the values of its levels
-    float last = 0.0f, bend = 0.0f, both_bends = 0.0f, n_upper = 0.0f; // n_upper: levels above 0
+    float last = 0.0f, bend = 0.0f, both_bends = 0.0f, n_upper = 0.0f; // n_upper counts the levels above 0.
 
     constexpr explicit LevelSearch(int32_t bits) {
         for (int n = 0; n < N_LINES; ++n) {
@@ -77,7 +77,7 @@ static inline Nearest<Isa> nearest_levels(const LevelSearch & l, typename Isa::F
     Nearest<Isa> found;
     for (int q = 0; q < PATH_STATES; ++q) {
         const auto g      = Isa::fma(p, Isa::set(0.25f), Isa::set(l.origin[q]));
-        const auto within = Isa::min(Isa::max(g, Isa::set(0.0f)), Isa::set(l.last)); // NaN becomes 0.
+        const auto within = Isa::min(Isa::max(g, Isa::set(0.0f)), Isa::set(l.last)); // max() of NaN and 0 is 0.
         found.number[q]   = Isa::plus(within, Isa::set(ROUNDER));
         typename Isa::F value;
         if constexpr (FEW && Isa::HAS_LOOKUP) {
@@ -103,7 +103,8 @@ template <typename Isa> static inline typename Isa::F least_cost(const typename 
     return Isa::min(Isa::min(cost[0], cost[1]), Isa::min(cost[2], cost[3]));
 }
 
-// The coefficients c of two rows in a band with the same j % 8, in ascending order.
+// Extends the paths of two rows by their coefficients c[row][j] of a band, j = first, first + 8, and so on, below
+// `end`.
 template <typename Isa, bool FEW>
 static void extend_paths(const LevelSearch & l, typename Isa::F step, typename Isa::F inverse, const float * const * c,
                          int32_t first, int32_t end, typename Isa::F (&cost)[PATH_STATES]) {
@@ -122,8 +123,8 @@ static void extend_paths(const LevelSearch & l, typename Isa::F step, typename I
     }
 }
 
-// Finds the scale codes of n <= PATH_ROWS rows c[row] [rank] of one head. Before, `scale` has the best codes without a
-// path.
+// Finds the scale codes of n <= PATH_ROWS rows c[row] [rank] of one head. On entry, `scale` has the best codes without
+// a path.
 template <typename Isa>
 static void choose_path_scales(const HeadCodec & codec, const float * const * c, int n, uint8_t * scale) {
     const float * rows[PATH_ROWS] = { c[0], c[n - 1] };
@@ -183,7 +184,7 @@ struct alignas(16) Choice {
     int32_t number[PATH_STATES];
 };
 
-// Does this for eight coefficients, whose entries are `places` apart in `out`.
+// Stores the choices of eight coefficients, which are `places` entries apart in `out`.
 template <typename Isa> static void store_choices(const Nearest<Isa> & n, Choice * out, int32_t places) {
     float   error[PATH_STATES][8];
     int32_t number[PATH_STATES][8];
@@ -205,7 +206,7 @@ static inline int first_least(const float * cost) {
     return best;
 }
 
-// First coefficients of the octets on a path.
+// The first coefficient of each octet on a path.
 struct PathOctets {
     int32_t n = 0;
     int32_t first[MAX_HEAD_SIZE / 8];
@@ -242,7 +243,7 @@ template <typename Isa> static void find_path(const HeadCodec & codec, const flo
     float      cost[4 * PATH_STATES] = {
         0.0f, INF, INF, INF, INF, 0.0f, INF, INF, INF, INF, 0.0f, INF, INF, INF, INF, 0.0f
     };
-    auto low  = Isa::load(cost); // of paths that start in state 0, and in state 1
+    auto low  = Isa::load(cost); // costs of paths that start in states 0 and 1; `high` has those of 2 and 3
     auto high = Isa::load(cost + 8);
     for (int32_t t = 0; t < 8 * octets.n; ++t) {
         if (lanes && t % octets.n == 0) {

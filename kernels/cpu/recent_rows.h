@@ -1,5 +1,5 @@
-// recent_rows.h: rows of the exact window in integers, in loops that a compiler vectorizes. Bytes and halves are those
-// of ref/recent.cpp.
+// recent_rows.h: rows of the exact window in integers, in loops that a compiler vectorizes. They give the same bytes
+// and halves as ref/recent.cpp.
 #pragma once
 
 #include "../ref/half.h"
@@ -13,7 +13,7 @@ namespace subkv::cpu {
 
 alignas(64) static constexpr float NO_MEAN[MAX_HEAD_SIZE] = {};
 
-constexpr float ROUNDING = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer, to nearest even
+constexpr float ROUNDING = 12582912.0f; // 1.5 * 2^23; adding it rounds to an integer, to nearest even
 
 static inline float within(float x, float most) {
     x = x > most ? most : x;
@@ -40,7 +40,7 @@ template <void (*ToHalf)(const float *, uint16_t *, int64_t)>
 static bool pack_recent(const float * x, const float * mean, int64_t d, uint8_t * row) {
     float   y[MAX_HEAD_SIZE];
     int32_t u[MAX_HEAD_SIZE];
-    int32_t largest = 0, most = 0; // the bits of floats, which have the order of integers if the sign is the same
+    int32_t largest = 0, most = 0; // bits of floats that are not negative, integers of the same order
     mean = mean ? mean : NO_MEAN;
     for (int64_t j = 0; j < d; ++j) {
         const int32_t size    = bits_of(x[j]) & 0x7fffffff;

@@ -41,7 +41,7 @@ template <typename Isa> static float largest_magnitude(const float * x, int32_t 
     return Isa::largest(largest);
 }
 
-// The scale code of a row of coefficients c [rank].
+// Returns the scale code of a row of coefficients c [rank].
 template <typename Isa> static int32_t choose_scale(const HeadCodec & codec, const float * c) {
     float reach     = 0.0f; // the smallest scale without clipping
     bool  quantized = false;
@@ -56,7 +56,7 @@ template <typename Isa> static int32_t choose_scale(const HeadCodec & codec, con
     if (!quantized) {
         return SCALE_ONE;
     }
-    int32_t low  = 1; // smallest code in [low, high] that does not clip
+    int32_t low  = 1; // The smallest code that does not clip is in [low, high].
     int32_t high = SCALE_MOST;
     while (low < high) {
         const int32_t k = (low + high) / 2;

@@ -13,7 +13,7 @@ constexpr size_t ALIGNMENT = 64;
 
 struct Memory {
     void * memory[N_SLOTS] = {}; // unaligned, because some C libraries lack aligned_alloc
-    size_t bytes[N_SLOTS]  = {}; // after alignment
+    size_t bytes[N_SLOTS]  = {}; // usable after alignment
 
     ~Memory() {
         for (void * p : memory) {

@@ -32,8 +32,8 @@ static void unpack_band(const uint8_t * from, int32_t n, int64_t ahead, uint8_t 
 // bands on a path
 //
 
-// Registers QUARTER and QUARTER + 4 of a band's octets, which often share a line. The bits of their preceding codes
-// stay in registers.
+// Converts registers QUARTER and QUARTER + 4 of a band's octets, which often share a line. The bits of their preceding
+// codes stay in registers.
 template <typename Isa, int BITS, int QUARTER = 0>
 static void path_band(const uint8_t * from, int32_t n, int64_t ahead, Path8<Isa> & path, uint8_t * out) {
     if constexpr (QUARTER < 4) {
@@ -69,7 +69,7 @@ static void path_band(const uint8_t * from, int32_t n, int64_t ahead, Path8<Isa>
     }
 }
 
-// The path of a tile up to some band.
+// The state of a tile's path, which advances band by band.
 template <typename Isa> struct RegisterPath {
     Path8<Isa> path;
 
@@ -88,7 +88,7 @@ template <typename Isa> struct RegisterPath {
 // tiles
 //
 
-// Does the tile already have this format, after its scales?
+// Returns whether the tile already has this format after its scales.
 static inline bool all_bytes(const HeadCodec & codec) {
     for (int32_t b = 0; b < codec.n_bands; ++b) {
         if (codec.bands[b].bits != 8) {
@@ -98,8 +98,8 @@ static inline bool all_bytes(const HeadCodec & codec) {
     return true;
 }
 
-// Converts a tile to 8-bit bands without 16-bit bands, with coefficient j's octet at LINE * j of `out`. Returns a
-// pointer to the bytes. `ahead` is the offset of the tile to prefetch.
+// Converts the codes of a tile to bytes, with coefficient j's octet at LINE * j of `out`, and returns a pointer to the
+// bytes. It skips 16-bit bands. `ahead` is the offset of the tile to prefetch.
 template <typename Isa>
 static const uint8_t * unpack_tile(const HeadCodec & codec, const uint8_t * tile, int64_t ahead, uint8_t * out) {
     if (all_bytes(codec)) {

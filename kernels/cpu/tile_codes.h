@@ -1,17 +1,18 @@
-// tile_codes.h: tiles as bytes. Every code, on a path or not, becomes a byte whose value is (byte - 127.5) steps, so
-// products need one width only (tile_products.h). subkv/tiles.h and subkv/trellis.h define the formats.
+// tile_codes.h: conversion of tiles to bytes. Every code, on a path or not, becomes a byte whose value is (byte -
+// 127.5) steps, so products need only one width (tile_products.h). subkv/tiles.h and subkv/trellis.h define the
+// formats.
 //
 // A register has the codes of many cells at one place of an octet. The preceding codes on the path are in the same
 // register of the octet before, so a level needs no other register. At the beginning of a lane it needs the last two
 // octets, moved by a lane.
 //
-// Members of Isa (attend_tiles.h) for this; with line_paths.h only the last two:
+// Isa (attend_tiles.h) has these members, of which line_paths.h needs only the last two:
 //   CODE_BIT              bit of a byte at which level() expects codes
 //   OTHER_BITS_ZERO       the other bits must be 0
 //   Previous              the required bits of a register's two preceding codes
 //   ends(one, two)        the low bits of the last code and of the one before it, in begin()'s format
 //   begin(ends)           Previous of a register
-//   level<BITS>(code, before)  levels plus 128; before follows
+//   level<BITS>(code, before)  levels plus 128; updates `before`
 //   raise_keys(x, other)    shifts the bytes of each dword up by one; the first byte is other's last one
 //   raise_values(x, below)  shifts the qwords up by one; the first qword is below's last one
 #pragma once
@@ -23,8 +24,8 @@ namespace subkv::cpu {
 
 constexpr int32_t BYTE_MIDDLE = 128; // half a step above the byte value of 0
 
-// W dwords of register RHO of an octet, with a code at bit CODE_BIT of each byte. OTHER_BITS_ZERO clears the other
-// bits. line(i) returns these dwords of the octet's line i.
+// Returns W dwords of register RHO of an octet, with a code at bit CODE_BIT of each byte. OTHER_BITS_ZERO clears the
+// other bits. line(i) returns these dwords of the octet's line i.
 template <typename Isa, int BITS, int RHO, int CODE_BIT, bool OTHER_BITS_ZERO, typename Line>
 static inline typename Isa::I codes_of(const Line & line) {
     constexpr TileFields f = tile_fields(BITS, RHO);
@@ -52,7 +53,7 @@ static inline void prefetch_octet(const uint8_t * octet, int32_t bits, int64_t a
     }
 }
 
-// Register RHO of a band's octet as bytes. `before` is the state of codes on a path.
+// Returns register RHO of a band's octet as bytes. `before` is the state of codes on a path.
 template <typename Isa, int BITS, bool PATH> struct FromCodes {
     static constexpr int LINES = BITS;
     using Previous             = typename Isa::Previous;
@@ -72,13 +73,13 @@ template <typename Isa, int BITS, bool PATH> struct FromCodes {
 // paths
 //
 
-// A register of W dwords for every place of an octet, and the state from the preceding codes.
+// The state from the preceding codes, for every register of W dwords of an octet.
 template <typename Isa> struct Path8 {
     static constexpr int   PARTS = 16 / Isa::W; // registers of a line
     typename Isa::Previous before[PARTS][8];
 };
 
-// The lowest bits of an octet's codes, at bit CODE_BIT of each byte; the other bits are undefined.
+// Reads the lowest bits of an octet's codes to bit CODE_BIT of each byte. The other bits are undefined.
 template <typename Isa, int BITS, int RHO = 0>
 static inline void read_low(const uint8_t * octet, typename Isa::I * out) {
     if constexpr (RHO < 8) {
@@ -88,13 +89,13 @@ static inline void read_low(const uint8_t * octet, typename Isa::I * out) {
     }
 }
 
-// Octets of a head on its path, in order.
+// An octet of a head on its path.
 struct PathOctet {
     int32_t at; // offset in a tile
     int32_t bits;
 };
 
-// The last octet and the one before it.
+// Finds the last octet of a path and the one before it.
 static inline void last_octets(const HeadCodec & codec, PathOctet (&last)[2]) {
     int n = 0;
     for (int32_t b = codec.n_bands - 1; b >= 0 && n < 2; --b) {
@@ -105,7 +106,7 @@ static inline void last_octets(const HeadCodec & codec, PathOctet (&last)[2]) {
     }
 }
 
-// Start of the lanes of a tile's path.
+// Sets `path` to the state at the start of the lanes of a tile's path.
 template <typename Isa> static void begin_path(const HeadCodec & codec, const uint8_t * tile, Path8<Isa> & path) {
     constexpr int   PARTS = Path8<Isa>::PARTS;
     typename Isa::I ends[PARTS][8];

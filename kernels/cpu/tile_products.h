@@ -1,5 +1,5 @@
-// tile_products.h: the products of attention over tiles: query rows times a tile's keys, weights times a step's values
-// (attend_tiles.h documents Isa).
+// tile_products.h: the products of attention over tiles: query rows times a tile's keys, and weights times a step's
+// values. attend_tiles.h documents Isa.
 #pragma once
 
 #include "halves.h"
@@ -10,23 +10,23 @@
 namespace subkv::cpu {
 
 constexpr int STEP_TILES     = STEP / TILE;
-constexpr int BLOCK          = 12; // query rows whose logits are in memory together; divisible by 1 to 4
-constexpr int PREFETCH_TILES = 4;  // tiles of prefetching
+constexpr int BLOCK          = 12; // query rows whose logits are in memory together, a multiple of 1 to 4
+constexpr int PREFETCH_TILES = 4;  // distance of prefetching, in tiles
 static_assert(STEP == HALVES_STRIDE, "halves.h");
 constexpr float LARGEST = 32639.0f; // 127 * 256 + 127, because high and low byte are signed
-constexpr float SUMMED = 512.0f; // coefficients whose products fit an integer sum; more need a larger step of the query
+constexpr float SUMMED = 512.0f; // coefficients whose products fit an integer sum (more need larger steps of the query)
 constexpr float MINUS_INF    = -__builtin_inff();
 constexpr float NOT_A_NUMBER = __builtin_nanf("");
 
 // One query row during a call.
 struct Row {
     float   delta;       // logit of one unit of the integer product, without the cell's scale
-    int32_t start;       // initial value of the product, which corrects for centring the codes, rounded up
-    float   start_error; // the correction minus start
+    int32_t start;       // initial value of the product: the correction for centring the codes, rounded up
+    float   start_error; // start minus that correction
     float   shift, slope;
     float   m, z;
     float   shrink;       // factor for earlier sums at this step
-    float   weight_scale; // factor for the step's weights, which are relative to its own top logit
+    float   weight_scale; // factor for the step's weights, which are relative to the step's largest logit
     float   weight_step;  // unit of the step's integer weights
     int32_t weights;      // sum of these weights
 };
@@ -41,9 +41,8 @@ struct alignas(64) Step {
     float   common[STEP]; // for each cell, shift plus the contribution of 16-bit bands
     float   largest_v;    // maximum of scale_v in the tiles that the current token sees
     int32_t n;            // cells
-    int32_t n_pad;        // whole tiles
-    // The visible cells of each tile whose value is not finite, where scale_v and halves are 0, and whether there are
-    // any.
+    int32_t n_pad;        // n, rounded up to whole tiles
+    // bits of each tile's visible cells whose value is not finite, for which scale_v and halves are 0
     uint64_t bad_v[STEP_TILES];
     bool     any_bad_v;
 };
@@ -57,10 +56,10 @@ struct Call {
     int8_t *           query; // [row][first, second][k->rank]
     float *            sum;   // [row][v->rank]
     Row *              row;
-    uint8_t *          k_bytes; // memory for a tile as bytes, or for those of a step
-    uint8_t *          v_bytes; // memory for a step's tiles
-    bool is_prompt; // For rows of several tokens or blocks, the keys of the whole step become bytes at once.
-    bool from_tile; // products read codes from the tiles
+    uint8_t *          k_bytes;   // memory for the bytes of a tile, or of a step if is_prompt
+    uint8_t *          v_bytes;   // memory for the bytes of a step
+    bool               is_prompt; // whether there are several tokens or blocks, so that keys are unpacked by steps
+    bool               from_tile; // whether products read codes from the tiles
 };
 
 static inline int64_t n_rows_of(const AttendArgs & a) {
@@ -86,8 +85,8 @@ static inline void open_keys(const uint8_t * octet, typename Source::Previous * 
     }
 }
 
-// `query` has the first row's dwords at this octet, `second` bytes before those of its other product; rows are `stride`
-// apart.
+// Adds the products of half an octet's keys and ROWS query rows to `sum`. `query` points to the first row's dwords at
+// this octet. Those of its second product follow `second` bytes later, and those of the next row `stride` bytes later.
 template <typename Isa, typename Source, int HALF, int FIRST, int ROWS, int REGS>
 static inline void add_keys(const uint8_t * octet, typename Source::Previous * before, const int8_t * query,
                             int64_t second, int64_t stride, typename Isa::Sum (&sum)[ROWS][REGS]) {
@@ -105,7 +104,7 @@ static inline void add_keys(const uint8_t * octet, typename Source::Previous * b
     }
 }
 
-// Products with n coefficients. `before` is the state of the octets' first and second halves.
+// Adds the products with a band's n coefficients. `before` holds the state of the octets' first and second halves.
 template <typename Isa, typename Source, int FIRST, int ROWS, int REGS>
 static inline void add_key_band(const uint8_t * octet, int32_t n, int64_t ahead,
                                 typename Source::Previous (&before)[2][REGS], const int8_t * query, int64_t second,
@@ -122,11 +121,12 @@ static inline void add_key_band(const uint8_t * octet, int32_t n, int64_t ahead,
 // The keys of a tile.
 template <typename Isa> struct Keys {
     const uint8_t *    at;   // bytes, or the tile
-    const Path8<Isa> * path; // start of its lanes, or nullptr for bytes
+    const Path8<Isa> * path; // start of the tile's path, used if `at` is the tile
     int64_t            ahead;
 };
 
-// Stores products of ROWS query rows with a tile in `logit`, rows STEP apart. FROM_TILE reads codes from the tile.
+// Stores the products of ROWS query rows and a tile's keys in `logit`, whose rows are STEP apart. With FROM_TILE it
+// reads codes from the tile.
 template <typename Isa, bool FROM_TILE, int ROWS, int FIRST = 0>
 static void multiply_keys(const Call & call, const Keys<Isa> & keys, int64_t row, float * logit) {
     if constexpr (FIRST < TILE / Isa::W) {
@@ -179,12 +179,12 @@ static void multiply_keys(const Call & call, const Keys<Isa> & keys, int64_t row
     }
 }
 
-// Query rows [row, row + n) against a tile.
+// Does this for query rows [row, row + n).
 template <typename Isa, bool FROM_TILE>
 static void multiply_all_keys(const Call & call, Keys<Isa> keys, int64_t row, int64_t n, float * logit) {
     static_assert(Isa::KEY_ROWS <= 3, "the cases below");
     for (int64_t n_blocks = (n + Isa::KEY_ROWS - 1) / Isa::KEY_ROWS; n_blocks > 0; --n_blocks) {
-        const int64_t rows = n / n_blocks; // Blocks have equal sizes, so 4 rows are 2 + 2, not 3 + 1.
+        const int64_t rows = n / n_blocks; // Blocks have similar sizes, so 4 rows become 2 + 2, not 3 + 1.
         switch (rows) {
             case 1: multiply_keys<Isa, FROM_TILE, 1>(call, keys, row, logit); break;
             case 2: multiply_keys<Isa, FROM_TILE, 2>(call, keys, row, logit); break;
@@ -193,7 +193,7 @@ static void multiply_all_keys(const Call & call, Keys<Isa> keys, int64_t row, in
         row += rows;
         n -= rows;
         logit += rows * STEP;
-        keys.ahead = 0; // prefetch once
+        keys.ahead = 0; // The first block has prefetched the tile.
     }
 }
 
@@ -201,7 +201,8 @@ static void multiply_all_keys(const Call & call, Keys<Isa> keys, int64_t row, in
 // values
 //
 
-// `before` is the state of a tile's registers.
+// Adds the products of OCTETS octets' values and ROWS rows' weights to `sum`. `before` holds the state of a tile's
+// registers.
 template <typename Isa, typename Source, int OCTETS, int ROWS, int RHO = 0>
 static inline void add_values(const uint8_t * octet, typename Source::Previous * before, const int8_t * first,
                               const int8_t * second, typename Isa::Sum (&sum)[ROWS][OCTETS * (16 / Isa::W)]) {
@@ -243,7 +244,7 @@ template <typename Isa> struct Values {
     int64_t         sum_stride;
 };
 
-// The octets at `offset` of a tile, with the coefficients from j on. `before` is [tile][8].
+// Sums the products with OCTETS octets at `offset` of every tile, whose coefficients begin at j. `before` is [tile][8].
 template <typename Isa, typename Source, int OCTETS, int ROWS>
 static void sum_octets(const Values<Isa> & v, int64_t offset, int32_t j, typename Source::Previous (*before)[8]) {
     constexpr int     PARTS = 16 / Isa::W;
@@ -277,7 +278,7 @@ static void sum_octets(const Values<Isa> & v, int64_t offset, int32_t j, typenam
     }
 }
 
-// Coefficients [first, end).
+// Does this for coefficients [first, end).
 template <typename Isa, typename Source, int ROWS>
 static void sum_band(const Values<Isa> & v, int64_t offset, int32_t first, int32_t end,
                      typename Source::Previous (*before)[8]) {
@@ -291,7 +292,7 @@ static void sum_band(const Values<Isa> & v, int64_t offset, int32_t first, int32
     }
 }
 
-// The same for all bands. `paths` has those of the step's tiles if values are read from the tiles.
+// Does this for all bands. With FROM_TILE, `paths` holds the starts of the paths of the step's tiles.
 template <typename Isa, bool FROM_TILE, int ROWS>
 static void values(const Call & call, const Values<Isa> & v, const Path8<Isa> * paths) {
     if constexpr (FROM_TILE) {
@@ -314,7 +315,7 @@ static void values(const Call & call, const Values<Isa> & v, const Path8<Isa> * 
     }
 }
 
-// Query rows [index, index + n) of the block.
+// Does this for query rows [index, index + n).
 template <typename Isa, bool FROM_TILE>
 static void all_values(const Call & call, Values<Isa> v, const Path8<Isa> * paths, int64_t index, int64_t n) {
     const int64_t rank = call.a.v->rank;
@@ -330,7 +331,7 @@ static void all_values(const Call & call, Values<Isa> v, const Path8<Isa> * path
             default: values<Isa, FROM_TILE, Isa::VALUE_ROWS>(call, v, paths); break;
         }
         v.i += (int) rows;
-        v.ahead = 0; // prefetch once
+        v.ahead = 0; // The first block has prefetched the tiles.
     }
 }
 

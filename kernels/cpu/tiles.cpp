@@ -1,5 +1,5 @@
 // tiles.cpp: the tile format (tiles.h), one cell at a time, and row functions on top of tiles.
-//   row [row_bytes] <-> cell c of a tile [TILE * row_bytes]: the same scale code, codes and halves at other places
+// A row [row_bytes] and a cell of a tile [TILE * row_bytes] have the same scale code, codes and halves at other places.
 #include "subkv/tiles.h"
 
 #include "octets.h"
@@ -13,8 +13,7 @@ namespace subkv {
 
 namespace {
 
-// Copies bits [in_shift, in_shift + width) of n bytes of `in` to bits [out_shift, out_shift + width) of `out`, eight
-// bytes at a time if possible.
+// Copies bits [in_shift, in_shift + width) of each byte of a word to bits [out_shift, out_shift + width).
 template <typename Word>
 void move_word(const uint8_t * in, int32_t in_shift, uint8_t * out, int32_t out_shift, int32_t width) {
     const auto mask = (Word) ((Word) -1 / 255 * ((1u << width) - 1));
@@ -25,6 +24,7 @@ void move_word(const uint8_t * in, int32_t in_shift, uint8_t * out, int32_t out_
     std::memcpy(out, &to, sizeof(to));
 }
 
+// Does this for n bytes, eight at a time if possible.
 void move_bits(const uint8_t * in, int32_t in_shift, uint8_t * out, int32_t out_shift, int32_t width, int32_t n) {
     int32_t i = 0;
     for (; i + 8 <= n; i += 8) {
@@ -38,8 +38,8 @@ void move_bits(const uint8_t * in, int32_t in_shift, uint8_t * out, int32_t out_
     }
 }
 
-// Calls use(bytes, codes, n, shift, from, width) for the planes of a band (ops.h): bits [from, from + width) of n codes
-// are at `shift` of n bytes. A code is a byte.
+// Calls use(bytes, codes, n, shift, from, width) for the planes of a band (ops.h). Bits [from, from + width) of n codes
+// are at bit `shift` of n bytes. Every code is a byte of `codes`.
 template <typename Byte, typename Code, typename Use>
 void for_planes(const Band & band, Byte * row, Code * codes, Use use) {
     Byte * plane = row + band.offset;
@@ -52,7 +52,7 @@ void for_planes(const Band & band, Byte * row, Code * codes, Use use) {
     }
 }
 
-// Calls use(line, codes, field) with the octet's codes for every line of the band's octets that register rho is in.
+// Calls use(line, codes of the octet, field) for every line of the band's octets that has bits of register rho.
 template <typename Byte, typename Code, typename Use>
 void for_lines(const Band & band, Byte * tile, Code * codes, int32_t rho, Use use) {
     const TileFields fields = tile_fields(band.bits, rho);
@@ -65,7 +65,7 @@ void for_lines(const Band & band, Byte * tile, Code * codes, int32_t rho, Use us
     }
 }
 
-// The byte of all eight coefficients of an octet in a line of values.
+// Reads the bytes of cell c, one for each coefficient of an octet, from a line of values.
 void get_column(const uint8_t * line, int32_t c, uint8_t * column) {
     for (int32_t j = 0; j < 8; ++j) {
         column[j] = line[8 * j + c % 8];
@@ -162,8 +162,8 @@ void tile_to_row(const HeadCodec & codec, const uint8_t * tile, int64_t cell, ui
 
 namespace {
 
-// out = a0 b0 a1 b1 ... of 16 bytes each. Compilers do not vectorize a loop for this with interleaving instructions,
-// and it takes three times as long.
+// out = a0 b0 a1 b1 ... of 16 bytes each. A loop takes three times as long, because compilers do not use interleaving
+// instructions for it.
 inline void interleave(const uint8_t * a, const uint8_t * b, uint8_t * out) {
 #if defined(__clang__) || __GNUC__ >= 12
     typedef uint8_t Bytes __attribute__((vector_size(16)));
@@ -182,9 +182,10 @@ inline void interleave(const uint8_t * a, const uint8_t * b, uint8_t * out) {
 #endif
 }
 
-// Converts one half of an octet's key registers (four of 16 cells) to value registers (8 bytes of each). In 32 bytes of
-// keys the index of a byte is cell (3 bits), coefficient (2 bits); in values coefficient, cell. Three rotations of the
-// index by one bit convert it; each interleaves the upper half with the lower.
+// Converts one half of an octet's key registers (four of 16 cells) to value registers (8 bytes of each). The index of a
+// byte in 32 bytes of keys consists of the cell (3 bits) and the coefficient (2 bits). In values the coefficient comes
+// first. Three rotations of the index by one bit convert it. Each of them interleaves the upper half with the lower
+// half.
 void turn(const Line * keys, Line * values, int32_t half) {
     for (int32_t rho = 0; rho < 8; ++rho) {
         const uint8_t *     from = (const uint8_t *) (keys + rho / 2) + 32 * (rho % 2);

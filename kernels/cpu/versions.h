@@ -1,4 +1,4 @@
-// versions.h: the CPU versions that dispatch.cpp chooses from. One table per instruction set.
+// versions.h: the CPU versions that dispatch.cpp chooses from, one table for each instruction set.
 #pragma once
 
 #include "subkv/ops.h"

@@ -1,14 +1,14 @@
-// attend_decode.cu: attention of a few tokens per stream to coded cells. Each token has blocks of its own, over which its
+// attend_decode.cu: attention of a few tokens per stream to coded cells. Each token has its own blocks, over which its
 // cells are split. A block reads the codes of a KV head once for all query heads.
 //
-// A block loads one or two complete tiles at a time to shared memory. Codes become bytes (levels.cuh), and tensor cores
-// multiply them (products.cuh): keys (8 cells) by the high and low bytes of four query rows; values (8 coefficients) by
-// the bytes of the rows' weights. So a lane ends with the logits of one query row and the sums of one coefficient of
-// it.
-//   keys     a warp has cells 16 * warp to + 15 of every tile and all octets; a lane has one cell and keeps its choices in
-//            registers. Bytes move between lanes through shared memory, two octets at a time.
-//   values   a warp has a contiguous fourth of the octets and all cells; lane l has coefficient l / 4 of each octet, and
-//            bytes 4 * (l % 2) to + 3 of all lines of tile l % 4 / 2; weights are stored in this order.
+// A block loads one or two complete tiles at a time to shared memory. Codes become bytes (levels.cuh), which tensor
+// cores multiply (products.cuh): eight cells of keys by the high and low bytes of four query rows, and eight
+// coefficients of values by the bytes of these rows' weights. Each lane gets the logits of one query row and the sums
+// of one of its coefficients.
+//   keys     A warp has all octets of 16 cells of every tile, from 16 * warp on. A lane has one cell and keeps its
+//            choices (levels.cuh) in registers. Bytes move between lanes through shared memory, two octets at a time.
+//   values   A warp has all cells of a contiguous fourth of the octets. Lane l has coefficient l / 4 of each octet, and
+//            four bytes from 4 * (l % 2) on of all lines of tile l % 4 / 2. Weights are stored in this order.
 #include "pairs.cuh"
 #include "softmax.cuh"
 
@@ -32,14 +32,14 @@ public:
         v_from_(v_tiles + cell_ / TILE * job.c.a.v_stride + place_), k_to_(s.k + cell_ / TILE * job.k_bytes + place_),
         v_to_(s.v + cell_ / TILE * job.v_bytes + place_) {}
 
-    // Starts the copies of keys or values for the step whose first cell is c0, of `cells`.
+    // Starts to copy the keys or values of the step whose first cell is c0, of the `cells` cells of the split.
     __device__ void start(bool values, int c0, int cells) {
         const int left = values ? v_left_ : k_left_;
         copy_part(values ? v_to_ : k_to_, values ? v_from_ : k_from_, c0 + cell_ < cells ? left : 0, copiers_);
         (values ? v_from_ : k_from_) += values ? v_step_ : k_step_;
     }
 
-    // Waits for the copies before the last ones, or if keys and values share their memory, for all.
+    // Waits for all copies, or only for those before the last ones if keys and values have separate memory.
     __device__ void wait() const {
         if (both_) {
             copies_done<1>();
@@ -51,7 +51,7 @@ public:
 
 private:
     bool            both_;
-    int             copiers_, cell_, place_; // cell_: first one of its tile in a step
+    int             copiers_, cell_, place_; // cell_ is the first cell of the thread's tile in a step
     int             k_left_, v_left_;        // bytes of a tile from the thread's place on
     int64_t         k_step_, v_step_;
     const uint8_t * k_from_;
@@ -60,7 +60,7 @@ private:
     uint8_t *       v_to_;
 };
 
-// A warp's maxima for the other warps: of its logits, and of its cells' scales.
+// Stores the maxima of a warp's logits and of its cells' scales for the other warps.
 template <int F> __device__ inline void share_maxima(const Shared<F> & s, const Logits<F> & logits, float scale) {
     const int lane = (int) threadIdx.x % WARP;
     float *   room = s.room + (int) threadIdx.x / WARP * (4 * F + 1);
@@ -74,13 +74,14 @@ template <int F> __device__ inline void share_maxima(const Shared<F> & s, const 
             room[FOUR * f + lane] = top;
         }
     }
-    const float top_scale = warp_max(fmaxf(scale, 0.0f)); // not of values that are NaN
+    const float top_scale = warp_max(fmaxf(scale, 0.0f)); // Scales of NaN do not count.
     if (lane == 0) {
         room[4 * F] = top_scale;
     }
 }
 
-// Moves the rows' states to a step's cells, and makes logits.top the maxima of all warps. Returns the weights' unit.
+// Updates the rows' states for a step's cells, and sets logits.top to the maxima of all warps. Returns the weights'
+// unit.
 template <int F> __device__ inline float move_rows(const Shared<F> & s, Logits<F> & logits, Softmax (&rows)[F]) {
     const auto largest = [&](int i) {
         constexpr int N = 4 * F + 1;
@@ -94,6 +95,7 @@ template <int F> __device__ inline float move_rows(const Shared<F> & s, Logits<F
     return weight_step;
 }
 
+// Attends to a split, which is a block's work.
 template <int F> __device__ void attend_cells(const Job & job, const Split & split) {
     const Attend & a      = job.c.a;
     const Layer &  l      = a.layer;
@@ -101,7 +103,7 @@ template <int F> __device__ void attend_cells(const Job & job, const Split & spl
     const int      step   = job.tiles * TILE; // cells
     const int      warp   = (int) threadIdx.x / WARP;
     const int      lane   = (int) threadIdx.x % WARP;
-    const int      mine   = lane / 16 * TILE + 16 * warp + lane % 16;  // cell of the step: this thread reads its mask
+    const int      mine   = lane / 16 * TILE + 16 * warp + lane % 16;  // cell of the step whose mask this thread reads
     const int      k_next = job.tiles == MOST_TILES ? job.k_bytes : 0; // offset of the second tile
     const int      v_next = job.tiles == MOST_TILES ? job.v_bytes : 0;
 
@@ -126,9 +128,9 @@ template <int F> __device__ void attend_cells(const Job & job, const Split & spl
     for (int c0 = 0; c0 < cells; c0 += step) {
         Cell cell{ -INFINITY, 0.0f, 0.0f };
         if (mine < step && c0 + mine < cells) {
-            const int32_t key  = *position; // no read waits for another one
+            const int32_t key  = *position; // No read waits for another one.
             const float   seen = mask_value(a, masked);
-            // the value's scale; its copy to shared memory may still be pending
+            // The copy of the value's scale to shared memory may still be pending.
             cell.scale = row_scale(*v_scale);
             cell.bias  = is_exact(a, key, query) ? -INFINITY : seen;
         }
@@ -137,7 +139,7 @@ template <int F> __device__ void attend_cells(const Job & job, const Split & spl
         masked += step;
         v_scale += job.tiles * a.v_stride;
 
-        copies.wait(); // keys are loaded, first plan and queries, too
+        copies.wait(); // Keys are loaded, and plan and queries before the first keys.
         Products<F> products;
         multiply_keys(s, k_next, products);
         if (cell.bias != -INFINITY) {
@@ -153,7 +155,7 @@ template <int F> __device__ void attend_cells(const Job & job, const Split & spl
         copies.start(!job.both, job.both ? c0 + step : c0, cells);
 
         const float weight_step = move_rows(s, logits, rows);
-        // 0 and NaN stay
+        // Scales of 0 and NaN stay.
         store_weights(s, warp, logits, cell.scale > 0.0f ? __fdividef(cell.scale, weight_step) : cell.scale, rows);
         copies.wait(); // values and weights are ready
         add_values(s, s.plan->values[warp], s.v, v_next, rows);
@@ -165,8 +167,8 @@ template <int F> __device__ void attend_cells(const Job & job, const Split & spl
     store_split(s, a, split.result, rows);
 }
 
-// Blocks of a KV head and token: first the splits of the cells, then, with one token per stream, the parts of the exact
-// keys.
+// The blocks of a KV head and token attend to the splits of the cells, and then, with one token per stream, to the
+// parts of the exact keys.
 template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_kernel(Job job) {
     const int     h     = (int) blockIdx.x;
     const int64_t token = blockIdx.z, part = blockIdx.y;
@@ -179,7 +181,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decod
     }
 }
 
-// Bytes of a tile in shared memory, so that the second tile uses other banks.
+// Returns the bytes of a tile in shared memory, which make the second tile use other banks.
 int tile_bytes(int row_bytes) {
     return TILE * (row_bytes | 1);
 }
@@ -203,8 +205,8 @@ template <int F> const char * run(const Combine & b, void * stream) {
     const Attend & a   = b.a;
     Job            job = job_of<F>(b, most_shared());
     std::copy_n(a.layer.tiles, a.layer.n_head_kv, job.of_head);
-    const dim3 grid((unsigned) a.layer.n_head_kv, (unsigned) (a.n_split + job.n_exact),
-                    (unsigned) (a.n_stream * a.n_tps));
+    const dim3   grid((unsigned) a.layer.n_head_kv, (unsigned) (a.n_split + job.n_exact),
+                      (unsigned) (a.n_stream * a.n_tps));
     const size_t pairs = PAIRS<F> ? PairsShared<F>(nullptr, a.layer).bytes : 0;
     return launch(decode_kernel<F>, grid, std::max(shared_bytes<F>(job), pairs), stream, job);
 }

@@ -1,8 +1,8 @@
-// attend_tiles.cu: many query rows, for prefill (and for decode with large groups): a tile of cells is reconstructed once
-// in shared memory, as coefficients in half precision, and tensor cores multiply it with a tile of query rows.
+// attend_tiles.cu: attention of many query rows, for prefill and for decode with large groups. A tile of cells is
+// dequantized once to halves in shared memory, and tensor cores multiply it with a tile of query rows.
 //
-// Coefficients are divided by a bound of the tile's largest one, so that no half overflows; query rows by their
-// largest. Eight adjacent codes (of a key, or of one coefficient of values) become eight adjacent halves.
+// Coefficients are divided by a bound of the tile's largest one, and query rows by their largest element, so that no
+// half overflows. Eight adjacent codes (of a key, or of one coefficient of values) become eight adjacent halves.
 #include "coefficients.cuh"
 #include "mask.cuh"
 
@@ -28,7 +28,7 @@ struct Shared {
     Octets   octets_k;
     Octets   octets_v;
     __half * q;       // [rows][k_pitch], divided by `top`
-    __half * x;       // [cells][k_pitch] keys, then [v_width][p_pitch] values; a latent layer copies values from keys
+    __half * x;       // [cells][k_pitch] keys, then [v_width][p_pitch] values, which a latent layer reads from its keys
     float *  scale;   // [cells] scales of x, 0 in masked cells, NaN in others that are not finite
     __half * p;       // [rows][p_pitch] weights
     float *  logits;  // [rows][s_pitch]
@@ -67,8 +67,7 @@ struct Shared {
     }
 };
 
-// Fills the scales of cells [c0, c0 + n) of a tile. Returns a bound of the coefficients of visible cells: scale times the
-// largest band's reach, or the largest half.
+// Fills the scales of cells [c0, c0 + n) of a tile. Returns a bound of the coefficients of visible cells (CellScale).
 __device__ float tile_bound(const HeadCodec & codec, const Shared & s, const uint8_t * tile, int c0, int n, int cells) {
     const float reach = reach_of(codec);
     float       bound = 1e-30f;
@@ -80,21 +79,21 @@ __device__ float tile_bound(const HeadCodec & codec, const Shared & s, const uin
     return block_max(bound, s.room);
 }
 
-// A constant factor for all cells.
+// Returns a function that gives all cells the same factor.
 __device__ auto alike(float inverse) {
     return [=](int) { return inverse; };
 }
 
-// A block's query rows: some of those of a stream and KV head, and its split of the cells.
+// A block's query rows, which belong to one stream and KV head, and its split of the cells.
 struct Rows {
-    int     h, n; // n: of them exist
+    int     h, n; // n rows exist
     int64_t stream, part;
     int64_t first; // number of the first row; those of all streams are contiguous
     int64_t all;   // rows of a KV head
     int64_t group;
 
     __device__ explicit Rows(const Tiles & t) : h((int) blockIdx.x), stream(blockIdx.z), group(t.a.layer.n_group) {
-        const int64_t n_rows  = t.a.n_tps * group; // of a stream
+        const int64_t n_rows  = t.a.n_tps * group; // rows of a stream
         const int64_t n_block = (n_rows + t.rows - 1) / t.rows;
         const int64_t r0      = blockIdx.y % n_block * t.rows; // first row of this block in its stream
 
@@ -134,7 +133,7 @@ __device__ void start_rows(const Tiles & t, const Shared & s, const Rows & rows)
     }
 }
 
-// Finds the cells of [c0, c0 + n) that any row sees. Returns whether there are any, in all threads.
+// Finds the cells of [c0, c0 + n) that any row sees, and returns in all threads whether there are any.
 __device__ bool find_visible(const Tiles & t, const Shared & s, const Rows & rows, int64_t c0, int n) {
     __syncthreads();
     int any = 0;
@@ -150,7 +149,7 @@ __device__ bool find_visible(const Tiles & t, const Shared & s, const Rows & row
     return __syncthreads_or(any) != 0;
 }
 
-// The products of query rows and keys, divided by their bounds.
+// Computes the products of query rows and keys, which are divided by their bounds.
 __device__ void multiply_keys(const Tiles & t, const Shared & s) {
     for (int i = (int) threadIdx.x / WARP; i < t.rows / SIDE * (t.cells / SIDE); i += WARPS) {
         const int r = i / (t.cells / SIDE) * SIDE, c = i % (t.cells / SIDE) * SIDE;
@@ -167,7 +166,7 @@ __device__ void multiply_keys(const Tiles & t, const Shared & s) {
     }
 }
 
-// Makes logits and weights of the products of cells [c0, c0 + n), and moves the rows' states and sums to their maxima.
+// Converts the products of cells [c0, c0 + n) to logits and weights, and updates the rows' states and sums.
 __device__ void move_rows(const Tiles & t, const Shared & s, const Rows & rows, int64_t c0, int n, float k_bound) {
     const Attend & a    = t.a;
     const Layer &  l    = a.layer;
@@ -206,7 +205,7 @@ __device__ void move_rows(const Tiles & t, const Shared & s, const Rows & rows, 
     }
 }
 
-// Fills the values of a tile. Returns their bound.
+// Fills the values of a tile, and returns their bound.
 __device__ float load_values(const Tiles & t, const Shared & s, const Rows & rows, int64_t c0, int n) {
     const Attend &    a       = t.a;
     const HeadCodec & v       = a.layer.v[rows.h];
@@ -217,7 +216,7 @@ __device__ float load_values(const Tiles & t, const Shared & s, const Rows & row
     return bound;
 }
 
-// Rows that give weight to a value that is not finite are lost: their z becomes NaN. Called by the whole block.
+// Sets z to NaN in rows that give weight to a value that is not finite. The whole block calls this.
 __device__ void lose_rows(const Tiles & t, const Shared & s) {
     const int lane = (int) threadIdx.x % WARP;
     int       bad  = 0;

@@ -6,13 +6,13 @@
 namespace subkv::cuda {
 
 constexpr int SIDE = 16; // size of tensor cores' matrices
-constexpr int PAD  = 8;  // halves between rows, against bank conflicts
+constexpr int PAD  = 8;  // halves between rows, which prevent bank conflicts
 
 __host__ __device__ inline int up_to_side(int n) {
     return (n + SIDE - 1) / SIDE * SIDE;
 }
 
-// Bound of the coefficients of a row with scale 1, without 16-bit bands.
+// Returns a bound of the coefficients of a row with scale 1, without 16-bit bands.
 __device__ inline float reach_of(const HeadCodec & codec) {
     float reach = 0.0f;
     for (int i = 0; i < codec.n_bands; ++i) {
@@ -26,8 +26,7 @@ __device__ inline float reach_of(const HeadCodec & codec) {
     return reach;
 }
 
-// The largest coefficient of a cell's 16-bit bands, which are stored as halves; 0 without such bands, NaN if one is not
-// finite.
+// Returns the largest magnitude in a cell's 16-bit bands, 0 without such bands, or NaN if a half is not finite.
 __device__ inline float largest_half(const HeadCodec & codec, const uint8_t * tile, int c) {
     float largest = 0.0f, bad = 0.0f;
     for (int i = 0; i < codec.n_bands; ++i) {
@@ -41,8 +40,8 @@ __device__ inline float largest_half(const HeadCodec & codec, const uint8_t * ti
     return largest + bad;
 }
 
-// A cell's scale, and a bound of its coefficients: scale times reach, or the largest half. A cell that could not be
-// coded, or has a half that is not finite, has the scale NaN and the bound 0.
+// A cell's scale, and a bound of its coefficients, the maximum of scale times reach and of the largest half. A cell
+// that could not be coded, or has a half that is not finite, has the scale NaN and the bound 0.
 struct CellScale {
     float scale, bound;
 };
@@ -58,8 +57,8 @@ struct alignas(16) Halves {
     __half x[8];
 };
 
-// x [cells][pitch] = keys of cells c0 to c0 + cells of a tile, times inverse(cell); zeros from the rank to width, and in
-// cells with scale[cell] 0 or NaN. Cells count from c0 on.
+// x [cells][pitch] = keys of a tile's cells from c0 on, times inverse(cell). It is 0 from the rank to `width`, and in
+// cells whose scale[cell] is 0 or NaN. Numbers of cells count from c0.
 template <typename Inverse>
 __device__ inline void fill_keys(const HeadCodec & codec, const Octets & octets, const uint8_t * tile, int c0,
                                  int cells, int width, const float * scale, Inverse inverse, __half * x, int pitch) {
@@ -91,7 +90,7 @@ __device__ inline void fill_keys(const HeadCodec & codec, const Octets & octets,
 }
 
 // x [width][pitch] = values times inverse(cell), coefficient by coefficient, because eight adjacent codes are eight
-// cells of one coefficient; zeros as in fill_keys.
+// cells of one coefficient. It is 0 where fill_keys writes 0.
 template <typename Inverse>
 __device__ inline void fill_values(const HeadCodec & codec, const Octets & octets, const uint8_t * tile, int c0,
                                    int cells, int width, const float * scale, Inverse inverse, __half * x, int pitch) {

@@ -1,18 +1,18 @@
-// combine.cu: merges the partial results of a query row: those of attend's splits, whose sum of coefficients is
-// multiplied by D_v, and those of exact keys; adds attention sinks, normalises. One block per query head and token: a
-// large one, since there are few blocks and each waits for memory.
+// combine.cu: merges the partial results of a query row. Those of attend's splits are sums of coefficients, which it
+// multiplies by D_v, and the others are those of exact keys. Then it adds attention sinks and normalises. There is one
+// block per query head and token, a large one, because blocks are few and each waits for memory.
 #include "exact_part.cuh"
 
 namespace subkv::cuda {
 
 namespace {
 
-constexpr int BLOCK       = 512; // threads: few blocks must have many loads in flight
+constexpr int BLOCK       = 512; // threads, so that few blocks have many loads in flight
 constexpr int BLOCK_WARPS = BLOCK / WARP;
 
 struct Shared {
-    int     pitch; // from one warp's sums to the next's
-    float * sums;  // [BLOCK_WARPS][pitch] sums of the warps: coefficients, later outputs
+    int     pitch; // floats from one warp's sums to the next's
+    float * sums;  // [BLOCK_WARPS][pitch] sums of the warps, first of coefficients, later of outputs
     float * room;  // [BLOCK_WARPS]
     size_t  bytes;
 
@@ -26,20 +26,20 @@ struct Shared {
 };
 
 // In the following, warp w sums every partial result and coefficient whose number modulo BLOCK_WARPS is w; a lane has
-// COLUMNS elements of each of OUT parts of ROW elements. A step of a loop loads before it computes, and where there is
-// nothing left to load it loads a valid row that it does not use: a branch would wait for each load. What the first steps
-// need is loaded as soon as its address is known.
+// COLUMNS elements of each of OUT parts of ROW elements. A step of a loop loads before it computes, and where nothing
+// is left to load, it loads a valid row that it does not use, because a branch would wait for each load. Operands of
+// the first steps are loaded as soon as their addresses are known.
 
-// A query row's partial results, `stride` rows from one to the next.
+// A query row's partial results, which are `stride` rows apart.
 struct Partials {
     const float * m;
     const float * z;
-    const float * rows; // of `width` floats
+    const float * rows; // [..][width]
     int64_t       stride;
     int           n, width;
 };
 
-// N of them: first, first + BLOCK_WARPS, …
+// N partial results, with the numbers first, first + BLOCK_WARPS, …
 template <int N, int OUT> struct SomePartials {
     float            m[N], z[N];
     Loaded<float, 2> row[N][OUT][2];
@@ -53,7 +53,7 @@ template <int N, int OUT> struct SomePartials {
             m[r]             = i < p.n ? p.m[at] : -INFINITY;
             z[r]             = p.z[at];
 #pragma unroll
-            for (int x = 0; x < OUT; ++x) { // elements beyond the head's rank are not used
+            for (int x = 0; x < OUT; ++x) { // Elements beyond the head's rank are not used.
                 const auto * from = reinterpret_cast<const Loaded<float, 2> *>(
                     p.rows + at * p.width + min(column + x * ROW, p.width - COLUMNS));
                 row[r][x][0] = from[0];
@@ -71,7 +71,7 @@ template <int N, int OUT> struct SomePartials {
         return top;
     }
 
-    // Relative to the maximum `top`.
+    // Adds the results relative to the maximum `top`.
     __device__ void add(float top, float & sum_z, float (&sum)[OUT][COLUMNS]) const {
 #pragma unroll
         for (int r = 0; r < N; ++r) {
@@ -88,7 +88,7 @@ template <int N, int OUT> struct SomePartials {
     }
 };
 
-// N rows of D_v: first, first + BLOCK_WARPS, …
+// N rows of D_v, with the numbers first, first + BLOCK_WARPS, …
 template <int N, int OUT> struct SomeBasis {
     FourHalves row[N][OUT];
 
@@ -148,11 +148,11 @@ __device__ void store_output(const Combine & b, const Shared & s, float m, float
         z += s.room[w];
     }
     float w = 1.0f;
-    if (b.sinks != nullptr) { // a logit without a value
+    if (b.sinks != nullptr) { // A sink is a logit without a value.
         w = move_top(m, sink);
         z = z * w + expf(sink - m);
     }
-    w             = z == 0.0f ? 0.0f : w / z; // a token without visible keys gets zeros, a lost row NaN
+    w             = z == 0.0f ? 0.0f : w / z; // zeros without visible keys, NaN for a lost row
     const int d_v = b.a.layer.d_v;
 #pragma unroll 1
     for (int j = (int) threadIdx.x; j < d_v; j += BLOCK) {
@@ -168,7 +168,7 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
     const int        h     = hq / l.n_group;
     const int64_t    token = blockIdx.y;
     const ExactParts parts(b);
-    const int64_t    row    = (h * a.n_stream * a.n_tps + token) * l.n_group + hq % l.n_group; // in split 0
+    const int64_t    row    = (h * a.n_stream * a.n_tps + token) * l.n_group + hq % l.n_group; // row of split 0
     const int        rank   = l.v[h].rank;
     const uint16_t * decode = l.v[h].decode.halves;
     const float      sink   = b.sinks == nullptr ? 0.0f : b.sinks[hq];
@@ -199,7 +199,7 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
     }
     m = block_max<BLOCK_WARPS>(m, s.room);
 
-    float z = 0.0f, sum[OUT][COLUMNS] = {}; // of this warp
+    float z = 0.0f, sum[OUT][COLUMNS] = {}; // sums of this warp
 #pragma unroll 1
     for (int i = warp; i < splits.n; i += ROWS * BLOCK_WARPS) {
         if (i > warp) {

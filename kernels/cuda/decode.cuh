@@ -1,4 +1,4 @@
-// decode.cuh: parts of the decode kernel (attend_decode.cu): its shared memory, and products of a step's keys and values.
+// decode.cuh: the shared memory of the decode kernel (attend_decode.cu), and its products of a step's keys and values.
 #pragma once
 
 #include "plan.cuh"
@@ -10,17 +10,16 @@ namespace subkv::cuda {
 
 constexpr int MOST_TILES = 2; // maximum tiles at a time
 
-constexpr int EXCHANGE_PITCH =
-    40; // words of a fourth of the bytes that lanes exchange: 32, padded against bank conflicts
-constexpr int WEIGHT_PITCH = 2 * TILE + 16; // bytes of a column
-constexpr int QUARTERS     = 4;             // of a tile's cells: registers q and q + 4 (tiles.h) of values
+constexpr int EXCHANGE_PITCH = 40; // words of a fourth of the exchanged bytes: 32, padded against bank conflicts
+constexpr int WEIGHT_PITCH   = 2 * TILE + 16; // bytes of a column
+constexpr int QUARTERS       = 4;             // quarters of a tile's cells, registers q and q + 4 (tiles.h) of values
 
 struct Job {
-    Combine c;                // of which attend reads a, and the exact keys
+    Combine c;                // attend reads `a` and the exact keys
     int     n_exact;          // blocks of a token and KV head for exact keys
-    int     tiles;            // at a time
-    bool    both;             // keys and values have separate memory, so copies overlap
-    int     k_bytes, v_bytes; // from one tile to the next in shared memory
+    int     tiles;            // tiles at a time
+    bool    both;             // whether keys and values have separate memory, so that copies overlap
+    int     k_bytes, v_bytes; // bytes from one tile to the next in shared memory
 
     HeadTiles of_head[DECODE_HEADS];
 };
@@ -53,17 +52,17 @@ struct Split {
 template <int F> struct Shared {
     Plan *     plan;
     Queries<F> queries;
-    uint32_t * exchange; // [WARPS][4][EXCHANGE_PITCH], while there are no weights
+    uint32_t * exchange; // [WARPS][4][EXCHANGE_PITCH], in the memory of `weights`
     uint8_t *  weights;  // [F][8][WEIGHT_PITCH] columns of right factors
     float *    plain;    // [4 * F][2 * TILE] exp(l - top), 0 in zero rows, for halves
     float *    sums;     // [F][octets of values][WARP]
     float *    room;     // [WARPS][4 * F + 1]
     uint8_t *  k;        // [tiles][k_bytes]
     uint8_t *  v;        // [tiles][v_bytes]
-    int        octets;   // of values
+    int        octets;   // octets of values
     size_t     bytes;
 
-    __device__ explicit Shared(const Queries<F> & of) : queries(of) {} // without its other parts
+    __device__ explicit Shared(const Queries<F> & of) : queries(of) {} // The caller sets the other parts.
 
     __host__ __device__ Shared(unsigned char * base, const Job & job) : queries(nullptr, job.c.a.layer.width_k) {
         constexpr size_t EXCHANGE = WARPS * 4 * EXCHANGE_PITCH * sizeof(uint32_t);
@@ -93,14 +92,15 @@ __device__ inline void copy_plan(const Attend & a, const Split & split, Plan * p
     copy_all(words, a.words + split.row * n, n * (int) sizeof(uint32_t));
 }
 
-// The lane's words of an octet's lines.
+// Reads the lane's words of an octet's lines.
 struct Lines {
     const uint8_t * at;
 
     __device__ uint32_t operator()(int i) const { return *reinterpret_cast<const uint32_t *>(at + i * LINE); }
 };
 
-// Choices of an octet, for the lane's words of line 0 of the tile. Calls `of` for every q with the word.
+// Calls `of` with a function of q that returns the choices of quarter q of the octet at `place`. `tile` points to the
+// lane's word of line 0.
 template <typename F> __device__ inline void read_choices(const Place & place, const uint8_t * tile, const F & of) {
     by_width(place.kind, [&](auto width) {
         if constexpr (width.bits <= TRELLIS_BITS) {
@@ -110,7 +110,8 @@ template <typename F> __device__ inline void read_choices(const Place & place, c
     });
 }
 
-// Integer products of a warp's keys with the queries: cells 16 * warp + lane / 4 and 8 more of each tile, high and low.
+// Integer products of keys with the high and the low bytes of a query row, for cell 16 * warp + lane / 4 of each tile,
+// and then for the cell 8 cells later.
 template <int F> struct Products {
     int sum[F][MOST_TILES][4] = {};
 };
@@ -156,7 +157,7 @@ __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run 
                 right += WARP;
             }
         }
-        if (left > 0) { // the pair's other octet is in another run, or missing
+        if (left > 0) { // The pair's other octet is in another run, or missing.
             uint32_t * other      = give + (odd == 0 ? 2 * EXCHANGE_PITCH : 0);
             other[0]              = 0;
             other[EXCHANGE_PITCH] = 0;
@@ -169,11 +170,11 @@ __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run 
     }
 }
 
-// The second tile is to_second bytes behind the first one. If there is none, to_second is 0, and the first one is read
-// twice.
+// Multiplies a warp's keys by the queries. The second tile is to_second bytes behind the first one. If there is none,
+// to_second is 0, and the first one is read twice.
 template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int to_second, Products<F> & products) {
     const int lane = (int) threadIdx.x % WARP, q = (int) threadIdx.x / WARP;
-    const int c = lane % 16; // a lane reads cells 16 * q + c and passes their bytes to the lanes that multiply them
+    const int c = lane % 16; // A lane reads cells 16 * q + c and passes their bytes to the lanes that multiply them.
     const uint8_t * tile = s.k + lane / 16 * to_second + 4 * c;
     uint32_t *      room = s.exchange + q * 4 * EXCHANGE_PITCH;
     uint32_t *      give = room + c % 8 * 4 + lane / 16 * 2 + c / 8;
@@ -194,7 +195,8 @@ template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int t
     }
 }
 
-// Adds the products of 16-bit bands: query rows lane % 4 of G times the halves of four cells of a quarter.
+// Adds the products of 16-bit bands, which are query rows FOUR * f + lane % FOUR < G times the halves of the lane's
+// four cells in a quarter of the tiles.
 template <int F>
 __device__ inline void add_halves(const Shared<F> & s, const float * q, int64_t width, int G, const uint8_t * tiles,
                                   int to_second, int quarter, float (&sum)[F][MOST_TILES][2]) {
@@ -219,15 +221,15 @@ __device__ inline void add_halves(const Shared<F> & s, const float * q, int64_t 
     }
 }
 
-// A row's softmax: the previous cells and the current ones.
+// A query row's softmax over the previous cells, and its factors for the current ones.
 struct Softmax {
     float m = -INFINITY, z = 0.0f;
-    float keep;         // factor on the earlier sums
-    float factor;       // for twice a sum of integers
-    float plain_factor; // for plain weights
+    float keep;         // factor for the earlier sums
+    float factor;       // factor for twice a sum of integers
+    float plain_factor; // factor for plain weights
 };
 
-// The right factors of a lane: weights of the cells of its words of registers q and q + 4.
+// The right factors of a lane, which are the weights of the cells in its words of registers q and q + 4.
 template <int F> struct Weights {
     uint32_t word[F][QUARTERS][2];
     int      total[F]; // sum of the weights of row lane % 4
@@ -254,10 +256,10 @@ template <int F> __device__ inline Weights<F> read_weights(const Shared<F> & s) 
     return weights;
 }
 
-// The codes of a value's coefficient in N octets of one width, of all quarters of the cells.
+// The codes of one coefficient of values in N octets of one width, in all quarters of the cells.
 template <int BITS, int N> struct ValueCodes {
-    uint32_t nibbles[N][QUARTERS];          // up to 4 bits
-    uint32_t low[QUARTERS], high[QUARTERS]; // bytes
+    uint32_t nibbles[N][QUARTERS];          // codes of up to 4 bits
+    uint32_t low[QUARTERS], high[QUARTERS]; // bytes of wider codes
 
     template <int WIDTH> __device__ void read(const uint8_t * at, bool last) {
 #pragma unroll
@@ -286,12 +288,12 @@ template <int BITS, int N> struct ValueCodes {
 template <int BITS, int F>
 __device__ inline void add_run(Width<BITS>, const Shared<F> & s, const Run & run, const uint8_t * at,
                                Choices (&before)[QUARTERS], const Weights<F> & weights, const Softmax (&rows)[F]) {
-    constexpr int N      = BITS <= 4 ? 2 : 1; // octets at a time: 16 rows or 8
+    constexpr int N      = BITS <= 4 ? 2 : 1; // octets at a time, which are 16 or 8 rows of a product
     const Levels  levels = one_width<BITS> ? levels_of_width<BITS>(run.on_path()) : LEVELS[0][run.levels()];
     float *       sums   = s.sums + run.first() * WARP + (int) threadIdx.x % WARP;
 #pragma unroll 1
     for (int o = 0; o < run.n(); o += N, sums += N * WARP) {
-        const bool          last = N == 2 && o + 1 == run.n(); // no second octet: repeat the first
+        const bool          last = N == 2 && o + 1 == run.n(); // Without a second octet, the first one is read again.
         ValueCodes<BITS, N> codes;
         by_width_of<BITS>(run.kind(), [&](auto width) {
             codes.template read<width.bits>(at, last);
@@ -314,7 +316,7 @@ __device__ inline void add_run(Width<BITS>, const Shared<F> & s, const Run & run
         }
         const auto add = [&](int i) {
 #pragma unroll
-            for (int f = 0; f < F; ++f) { // exact: 128 levels of at most 255 halves times 65535 are below 2^31
+            for (int f = 0; f < F; ++f) { // No overflow: 128 levels of at most 255 halves times 65535 are below 2^31.
                 const auto twice = (int) (2 * (256 * (uint32_t) sum[f][2 * i] + (uint32_t) sum[f][2 * i + 1]) -
                                           (uint32_t) levels.zero * (uint32_t) weights.total[f]);
                 float &    x     = sums[(f * s.octets + i) * WARP];
@@ -332,7 +334,8 @@ __device__ inline void add_run(Width<BITS>, const Shared<F> & s, const Run & run
     }
 }
 
-// The choices before the first octet of these runs, for every quarter of the cells. tile: at the lane's bytes
+// Reads the choices before the first octet of these runs, for every quarter of the cells. `tile` points to the lane's
+// bytes.
 __device__ inline void read_value_choices(const Runs & runs, const uint8_t * tile, Choices (&before)[QUARTERS]) {
     const int j = (int) threadIdx.x % WARP / 4;
 #pragma unroll 1
@@ -347,7 +350,7 @@ __device__ inline void read_value_choices(const Runs & runs, const uint8_t * til
     }
 }
 
-// The lane's bytes of tiles whose second one is at an offset of to_second bytes.
+// Returns the lane's bytes of the first tile or of the second one, which is to_second bytes behind it.
 __device__ inline const uint8_t * value_bytes(const uint8_t * tiles, int to_second) {
     const int lane = (int) threadIdx.x % WARP;
     return tiles + lane % 4 / 2 * to_second + lane % 2 * 4;
@@ -373,7 +376,7 @@ __device__ inline void add_runs(const Shared<F> & s, const Runs & runs, const ui
 #pragma unroll 1
                 for (int c = 0; c < 2 * TILE; ++c) {
                     const uint8_t * of = tiles + c / TILE * to_second + run.at() + 16 * LINE * o;
-                    // masked halves may be infinite
+                    // Masked halves may be infinite.
                     sum += p[c] > 0.0f ? p[c] * from_half(*half_of(of, j, c % TILE)) : 0.0f;
                 }
                 float & x = s.sums[(f * s.octets + run.first() + o) * WARP + lane];

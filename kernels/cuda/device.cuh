@@ -1,4 +1,4 @@
-// device.cuh: common to all kernel files: launches, warp sums, halves, asynchronous copies.
+// device.cuh: functions for all kernels: launches, warp sums, halves, asynchronous copies.
 //
 // Kernels allocate their shared memory from one dynamic block (Carve), and use only the functions that
 // tests/kernels/emulated declares, so that tests can run them on the CPU.
@@ -14,12 +14,13 @@
 namespace subkv::cuda {
 
 constexpr int WARP    = 32;
-constexpr int THREADS = 128; // per block
+constexpr int THREADS = 128; // threads per block
 constexpr int WARPS   = THREADS / WARP;
 
 extern __shared__ __align__(32) unsigned char block_memory[]; // tensor cores load from multiples of 32 bytes
 
-// Hands out parts of the block's shared memory, each aligned to 32 bytes. On the host, with base 0: counts them.
+// Hands out parts of the block's shared memory, each aligned to 32 bytes. On the host, where the base is nullptr, it
+// counts their bytes.
 struct Carve {
     unsigned char * base;
     size_t          used = 0;
@@ -31,7 +32,7 @@ struct Carve {
     }
 };
 
-// Maximum dynamic shared memory of a block on the current device, or on a given one.
+// Returns the maximum dynamic shared memory of a block on a given device, or on the current one.
 inline size_t most_shared(int device) {
     int bytes = 0;
     return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess ?
@@ -44,7 +45,7 @@ inline size_t most_shared() {
     return cudaGetDevice(&device) == cudaSuccess ? most_shared(device) : 48u << 10;
 }
 
-// Of the current device.
+// Returns the number of multiprocessors of the current device.
 inline int64_t multiprocessors() {
     int device = 0, n = 0;
     return cudaGetDevice(&device) == cudaSuccess &&
@@ -91,7 +92,8 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// Sums x over the lanes, as warp_sum orders them: lane l gets that of x[l]. N: the lanes' distance in this step.
+// Sums each element of x over the lanes, in the order of warp_sum. Lane l gets the sum of x[l]. N is the lanes'
+// distance in this step.
 template <int N = WARP / 2> __device__ float sum_of_each(float (&x)[WARP]) {
     const bool upper = ((int) threadIdx.x & N) != 0;
 #pragma unroll
@@ -105,7 +107,7 @@ template <int N = WARP / 2> __device__ float sum_of_each(float (&x)[WARP]) {
     return x[0];
 }
 
-// The maximum of all threads' x, in all threads. room: [N_WARPS] floats, reserved until the next barrier.
+// Returns the maximum of all threads' x in all threads. `room` has N_WARPS floats.
 template <int N_WARPS = WARPS> __device__ inline float block_max(float x, float * room) {
     x = warp_max(x);
     if (threadIdx.x % WARP == 0) {
@@ -140,12 +142,12 @@ __device__ inline bool is_nan(float x) {
     return x != x;
 }
 
-// x, or NaN if it is infinite.
+// Returns x, or NaN if it is infinite.
 __device__ inline float finite_or_nan(float x) {
     return fmaf(x, 0.0f, x);
 }
 
-// exp(x) of x <= 0: 0 of -INFINITY.
+// Returns exp(x) for x <= 0, and 0 for -INFINITY.
 __device__ inline float exponential(float x) {
     x *= 1.44269504f;
 #if defined(__CUDA_ARCH__)
@@ -157,7 +159,7 @@ __device__ inline float exponential(float x) {
 #endif
 }
 
-// The scale of a row: 2^((code - SCALE_ONE)/8) rounded to f32, 0 for code 0, NaN for SCALE_NAN.
+// Returns the scale of a row, which is 2^((code - SCALE_ONE)/8) rounded to f32, 0 for code 0, or NaN for SCALE_NAN.
 __device__ inline float row_scale(uint32_t code) {
     const float scale = __uint_as_float((code / 8 + 127 - SCALE_ONE / 8) << 23) * ROOTS[code % 8];
     return code == 0 ? 0.0f : code == SCALE_NAN ? not_a_number() : scale;
@@ -175,9 +177,9 @@ constexpr int COLUMNS = 4;
 constexpr int ROW     = WARP * COLUMNS; // elements of a row that a warp loads at a time
 using FourHalves      = Loaded<uint16_t, COLUMNS>;
 
-// Copies `bytes` bytes to shared memory, 16 per thread at a time; all addresses and sizes are multiples of 16. The copies
-// of a call are one group. They are asynchronous if the device supports it: copies_done() waits for all but the last
-// `pending` groups.
+// Copies `bytes` bytes to shared memory, 16 per thread at a time. All addresses and sizes are multiples of 16. The
+// copies of a call are one group. If the device supports it, they are asynchronous, and copies_done() waits for all but
+// the last `pending` groups.
 __device__ inline void copy_part(uint8_t * to, const uint8_t * from, int bytes, int threads) {
     constexpr int N    = 4;
     const int     step = threads * (int) sizeof(Sixteen);

@@ -1,11 +1,11 @@
-// encode.cu: encodes rows of K and V (encode.cuh), also those of the window, and stores rows there.
+// encode.cu: encodes rows of K and V (encode.cuh), also rows of the window, and stores rows in the window.
 #include "encode.cuh"
 
 namespace subkv::cuda {
 
 namespace {
 
-// Arguments with the rows of a block, a power of two.
+// Arguments of a kernel whose blocks have 1 << row_bits rows.
 template <typename Args> struct InBlocks {
     Args    args;
     int32_t row_bits;
@@ -48,7 +48,7 @@ __global__ void store_kernel(Store a) {
     }
 }
 
-constexpr size_t MOST_SHARED = 31u << 10; // of a block: two fit in the 64 KiB of the smallest multiprocessors
+constexpr size_t MOST_SHARED = 31u << 10; // bytes of a block; two fit in the 64 KiB of the smallest multiprocessors
 
 // Launches with as many rows in a block as leave two blocks for each multiprocessor.
 template <typename Args>
@@ -71,7 +71,7 @@ const char * encode(const Encode & args, void * stream) {
     if (args.n_tok == 0) {
         return nullptr;
     }
-    // paths of latent layers are lanes
+    // Paths of latent layers are PATH_LANES.
     return launch_rows(args.layer.latent ? encode_kernel<true> : encode_kernel<false>, args, args, stream);
 }
 

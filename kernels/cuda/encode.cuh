@@ -1,9 +1,9 @@
-// encode.cuh: c = E x - offset of rows in half precision, quantized as kernels/ref/encode.cpp and trellis.cpp define.
-// One block per KV head, side (K or V) and up to ROWS_MOST rows: it reads the basis once, and a warp takes the steps of
-// all rows' paths at once, a lane per row and scale or state.
+// encode.cuh: computes c = E x - offset of rows in half precision, and quantizes c as kernels/ref/encode.cpp and
+// trellis.cpp define. There is one block per KV head, side (K or V) and up to ROWS_MOST rows. It reads the basis once,
+// and one warp searches the paths of all rows at once, with a lane per row and scale or state.
 //
-// A byte of a tile can have codes of four cells, which other blocks may write at the same time; no two cells share a
-// bit. So the kernel exchanges bits atomically, a word at a time. Scale codes and halves have separate bytes.
+// A byte of a tile can have codes of four cells, which other blocks may write at the same time. No two cells share a
+// bit, so the kernel writes bits atomically, a word at a time. Scale codes and halves have separate bytes.
 #pragma once
 
 #include "exact.cuh"
@@ -14,18 +14,18 @@ namespace subkv::cuda {
 namespace {
 
 constexpr int CANDIDATES = SCALE_CANDIDATES_BELOW + 1;
-constexpr int STATES     = 4; // of the trellis
+constexpr int STATES     = 4; // states of the trellis
 constexpr int STEPS      = 8; // places of a path whose errors a lane loads at a time; divides the number of places
-constexpr int ROWS_MOST  = WARP / STATES; // of a block: a warp has a lane for each of their states, or scales
+constexpr int ROWS_MOST  = WARP / STATES; // rows of a block; a warp has a lane per row and state
 constexpr int TOGETHER   = 4;             // rows of a basis that a warp loads before it needs the first
-constexpr int ENTRIES    = 512;           // of walk, at most
+constexpr int ENTRIES    = 512;           // maximum entries of walk()
 static_assert(TOGETHER == 4 && ROWS_MOST * TOGETHER == WARP, "a lane has one sum");
 static_assert(TRELLIS_TRIED == STATES, "lanes of scales are those of states");
 static_assert(ENTRIES % (WARP * STEPS) == 0 && THREADS % (4 * STEPS) == 0 && 8 % STEPS == 0,
               "loads of places do not pass the end");
 
-// rintf of |x| < 2^22, or beyond that a number beyond 2^21, in two fast instructions. At least 0, its integer is in the
-// lower bits of x + ROUNDER.
+// nearest_integer(x) is rintf(x) for |x| < 2^22, and a number beyond 2^21 for larger ones, in two fast instructions.
+// For x >= 0, this integer is in the lower bits of x + ROUNDER.
 constexpr float ROUNDER = 12582912.0f;
 
 __device__ float nearest_integer(float x) {
@@ -36,8 +36,8 @@ __device__ float quantize(float c, float inverse, float zero) {
     return fminf(fmaxf(nearest_integer(fmaf(c, inverse, zero)), 0.0f), 2.0f * zero);
 }
 
-// Lane `lane` of the squared error with scale s in bands of more than `beyond` bits: coefficients j with j % 8 == lane, in
-// ascending order.
+// Returns lane `lane` of the squared error with scale s in bands of more than `beyond` bits. It sums coefficients j
+// with j % 8 == lane in ascending order.
 __device__ float lane_error(const HeadCodec & codec, const float * c, float s, int lane, int beyond) {
     float error = 0.0f;
 #pragma unroll 1
@@ -63,41 +63,41 @@ __device__ float of_lanes(const float * l) {
     return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
 }
 
-// What the search needs of an octet on the path.
+// Constants of the search in an octet on the path.
 struct alignas(16) PathOctet {
     float of_line[N_LINES - 1]; // TrellisLine::b of lines 1 and higher
     float twice, thrice;        // a level's magnitude k is max(k, 2 k - twice, 3 k - thrice), as in trellis_level
-    float half;                 // of the alphabet's levels
+    float half;                 // half the number of levels in the alphabet
     float step;                 // distance of two adjacent levels near 0, relative to the row's scale
 };
 
-// Distance of two adjacent levels near 0.
+// The distance of two adjacent levels near 0, and its inverse.
 struct alignas(8) Distance {
     float is, inverse;
 };
 
-// Numbers of a lane in EncodeShared::sums. With eight rows, reads and writes have no conflicts of banks.
+// Returns the floats of a lane in EncodeShared::sums. With eight rows, reads and writes have no bank conflicts.
 __host__ __device__ constexpr int sum_stride(int rows) {
     return TOGETHER * rows + 4;
 }
 
-// Shared memory of a block. Arrays of rows begin at multiples of `size`, the rank or size of the largest head.
+// Shared memory of a block. `size` is the size of a key or value, the larger one.
 struct EncodeShared {
     float *     c;                               // [rows][size]
     PathOctet * octet;                           // [size / 8]
     uint16_t *  order;                           // [size] coefficients in the order of places
-    int32_t *   scale;                           // [ROWS_MOST] codes
+    int32_t *   scale;                           // [ROWS_MOST] scale codes
     uint32_t *  flags;                           // [ROWS_MOST] X_FINITE, FINITE, LIVE
-    int         size, row_bits, entries, n_path; // entries: of walk; n_path: octets on the path
-    // until c is there
+    int         size, row_bits, entries, n_path; // entries of walk(), octets on the path
+    // used until c is computed
     float * xs;   // [rows][size]
     float * sums; // [WARPS][WARP][sum_stride]
-    // after that, in the same memory
-    uint32_t * codes;     // [rows][size] first the four nearest levels, a byte each, later the code
-    uint32_t * decisions; // [size / 8][rows * STATES] a nibble per place, a bit per state
-    Distance * distance;  // [rows * TRELLIS_TRIED][size / 8] of levels, by scale and octet
-    float *    errors;    // [rows][CANDIDATES][8] of scales
-    float4 *   nearest;   // [entries] errors of the nearest level in each subset, of places (walk); where errors are
+    // used after that, in the same memory
+    uint32_t * codes;     // [rows][size] first the indices of the four nearest levels, a byte each, later the code
+    uint32_t * decisions; // [size / 8][rows * STATES] a nibble for each place, with a bit for each state
+    Distance * distance;  // [rows * TRELLIS_TRIED][size / 8] distances of levels by scale and octet
+    float *    errors;    // [rows][CANDIDATES][8] errors of scales
+    float4 *   nearest;   // [entries] errors of the nearest levels at places (walk), in the memory of `errors`
     size_t     bytes;
 
     __host__ __device__ EncodeShared(unsigned char * base, const Layer & l, int row_bits) : row_bits(row_bits) {
@@ -124,7 +124,7 @@ struct EncodeShared {
     }
 };
 
-constexpr uint32_t X_FINITE = 1, FINITE = 2, LIVE = 4; // of a row: x, c, and not all of c are 0
+constexpr uint32_t X_FINITE = 1, FINITE = 2, LIVE = 4; // flags of a row: x is finite, c is finite, c is also not all 0
 
 // Fills octet, order and n_path, which are valid after the next barrier.
 __device__ void fill_path(const HeadCodec & codec, EncodeShared & s) {
@@ -159,7 +159,8 @@ __device__ void fill_path(const HeadCodec & codec, EncodeShared & s) {
     }
 }
 
-// The errors of the nearest level to c in each subset of the levels; codes: also these levels, a byte each.
+// Returns the errors of the nearest level to c in each subset of the levels. With CODES, `codes` gets the indices of
+// these levels, a byte each.
 template <bool CODES>
 __device__ float4 nearest(const PathOctet & octet, float c, const Distance & distance, uint32_t & codes) {
     constexpr float A[N_LINES - 1] = { trellis_line(2, 1).a, trellis_line(2, 2).a, trellis_line(2, 3).a,
@@ -171,8 +172,8 @@ __device__ float4 nearest(const PathOctet & octet, float c, const Distance & dis
     for (int n = 0; n < N_LINES - 1; ++n) {
         p = fminf(p, fmaf(size, A[n], octet.of_line[n]));
     }
-    // Beyond the outermost levels all numbers have the same nearest ones. At this limit, that of subset 0 above and that of
-    // subset 3 below are still one too far.
+    // Beyond the outermost levels, all numbers have the same nearest levels. At this limit, the index of subset 0 at
+    // the upper end and that of subset 3 at the lower end are still one too far, so they are clamped.
     p                = copysignf(fminf(p, octet.half - 0.75f), y);
     const float most = 0.5f * octet.half - 1.0f;
     float       error[STATES];
@@ -199,7 +200,7 @@ __device__ int subset(int p, int x) {
 __device__ int least_state(const float (&cost)[STATES]) {
     int least = 0;
 #pragma unroll
-    for (int w = 1; w < STATES; ++w) { // ties to the smaller state
+    for (int w = 1; w < STATES; ++w) { // Ties go to the smaller state.
         least = cost[w] < cost[least] ? w : least;
     }
     return least;
@@ -218,7 +219,8 @@ struct Errors {
     }
 };
 
-// Extends cost by a place with an error per subset. Returns decisions: bit w: state w's branch is from the larger state.
+// Extends cost by a place with an error per subset. Bit w of the result says whether state w's branch comes from the
+// larger state.
 __device__ uint32_t extend(const float4 & errors, float (&cost)[STATES]) {
     const float error[STATES] = { errors.x, errors.y, errors.z, errors.w };
     float       next[STATES];
@@ -248,7 +250,7 @@ __device__ void begin_lane(float (&cost)[STATES]) {
     cost[1] = cost[2] = cost[3] = INFINITY;
 }
 
-// The distances of n scales with codes code(i).
+// Fills the distances of n scales with codes code(i).
 template <typename Code> __device__ void fill_distances(const EncodeShared & s, int n, const Code & code) {
     const int n_octets = s.size / 8;
 #pragma unroll 1
@@ -259,9 +261,9 @@ template <typename Code> __device__ void fill_distances(const EncodeShared & s, 
     __syncthreads();
 }
 
-// Takes the steps of paths in the first warp, after all warps have prepared their errors. A place has 1 << bits entries,
-// of which prepare(place, entry) returns the first n, and a lane reads entry `mine`; step(place, errors) takes STEPS
-// places.
+// Extends paths in the first warp, after all warps have prepared errors. A place has 1 << bits entries, of which
+// prepare(place, entry) returns the first n, and a lane reads entry `mine`. step(place, errors) extends the lane's path
+// by STEPS places.
 template <typename Prepare, typename Step>
 __device__ void walk(const EncodeShared & s, int bits, int n, int mine, const Prepare & prepare, const Step & step) {
     const int places = 8 * s.n_path, at_once = s.entries >> bits;
@@ -281,7 +283,7 @@ __device__ void walk(const EncodeShared & s, int bits, int n, int mine, const Pr
     }
 }
 
-// The best scales without a path -> those of the paths of least cost, near them, of n rows.
+// Replaces the best scales of n rows without a path by those near them whose paths have the least cost.
 template <bool LANES>
 __device__ void choose_path_scales(EncodeShared & s, const HeadCodec & codec, int n) {
     static_assert(TRELLIS_TRIED == 4, "two bits of an entry are the scale");
@@ -320,7 +322,7 @@ __device__ void choose_path_scales(EncodeShared & s, const HeadCodec & codec, in
         int         best  = -1;
         float       least = INFINITY;
 #pragma unroll
-        for (int i = 0; i < TRELLIS_TRIED; ++i) { // ties to the smaller code
+        for (int i = 0; i < TRELLIS_TRIED; ++i) { // Ties go to the smaller code.
             const float of_i = __shfl_sync(ALL, total, first + i);
             best             = of_i < least ? i : best;
             least            = of_i < least ? of_i : least;
@@ -332,13 +334,14 @@ __device__ void choose_path_scales(EncodeShared & s, const HeadCodec & codec, in
     __syncthreads();
 }
 
-// Stores the codes of the paths of least cost, from their last places to their first: STATES lanes have the same row, of
-// which each loads and stores a part of the places. cost: of the paths by their last state; ended: as in find_paths
+// Stores the codes of the paths of least cost, from the last place to the first. STATES lanes have the same row, and
+// each of them loads and stores a part of its places. `cost` has the costs of paths by last state, and `ended` is as in
+// find_paths.
 template <bool LANES>
 __device__ void walk_back(const EncodeShared & s, int n, int mine, const float (&cost)[STATES], uint32_t ended) {
     const int me    = (int) threadIdx.x;
     const int first = me / STATES * STATES;
-    float     total = cost[0]; // of a path that ends where it begins
+    float     total = cost[0]; // cost of a path that ends where it begins
     int       ends  = 0;
 #pragma unroll
     for (int w = 1; w < STATES; ++w) {
@@ -346,7 +349,7 @@ __device__ void walk_back(const EncodeShared & s, int n, int mine, const float (
     }
     float least = __shfl_sync(ALL, total, first);
 #pragma unroll
-    for (int w = 1; !LANES && w < STATES; ++w) { // ties to the smaller state
+    for (int w = 1; !LANES && w < STATES; ++w) { // Ties go to the smaller state.
         const float of_w = __shfl_sync(ALL, total, first + w);
         ends             = of_w < least ? w : ends;
         least            = of_w < least ? of_w : least;
@@ -363,7 +366,7 @@ __device__ void walk_back(const EncodeShared & s, int n, int mine, const float (
 #pragma unroll
         for (int i = 0; i < STEPS / STATES; ++i) {
             at[i]     = s.order[t0 + i * STATES + me % STATES];
-            levels[i] = codes[at[i]]; // a code is read only by the lane that replaces it
+            levels[i] = codes[at[i]]; // A code is read only by the lane that replaces it.
         }
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
@@ -389,13 +392,13 @@ __device__ void walk_back(const EncodeShared & s, int n, int mine, const float (
     }
 }
 
-// Stores the codes of the paths of least cost at the rows' scales. A lane per row and state in which a closed path may
-// begin and end; with lanes, only the first state's path is used.
+// Stores the codes of the paths of least cost at the rows' scales. There is a lane per row and state in which a closed
+// path may begin and end. With PATH_LANES, only the first state's path is used.
 template <bool LANES> __device__ void find_paths(EncodeShared & s, int n) {
     const int me = (int) threadIdx.x, n_octets = s.size / 8, mine = min(me / STATES, n - 1);
     fill_distances(s, n, [&](int r) { return s.scale[r]; });
     float    cost[STATES];
-    uint32_t ended = 0; // final state of each lane of the path, two bits
+    uint32_t ended = 0; // two bits for the final state of each lane of the path
 #pragma unroll
     for (int w = 0; w < STATES; ++w) {
         cost[w] = w == me % STATES ? 0.0f : INFINITY;
@@ -427,7 +430,7 @@ template <bool LANES> __device__ void find_paths(EncodeShared & s, int n) {
     walk_back<LANES>(s, n, mine, cost, ended);
 }
 
-// Sets the bits of `mask` in the word at `at` to those of `bits`; no other thread changes or reads these bits. Neither
+// Sets the bits of `mask` in the word at `at` to those of `bits`. No other thread changes or reads these bits. Neither
 // instruction waits for the word.
 __device__ void put(uint8_t * at, uint32_t bits, uint32_t mask) {
     auto * word = reinterpret_cast<unsigned *>(at);
@@ -435,9 +438,9 @@ __device__ void put(uint8_t * at, uint32_t bits, uint32_t mask) {
     atomicOr(word, bits & mask);
 }
 
-// Writes the codes [rank] of cell c to its tile, or zeros.
+// Writes the codes [rank] of cell c to its tile, or zeros unless it is live.
 __device__ void store_codes(const HeadCodec & codec, const uint32_t * codes, bool live, uint8_t * tile, int c) {
-    // a word holds four coefficients of a key, but one of a value
+    // A word holds four coefficients of a key, but one of a value.
     const int each = codec.value != 0 ? 1 : 4, words = 8 / each;
 #pragma unroll 1
     for (int b = 0; b < codec.n_bands; ++b) {
@@ -469,7 +472,7 @@ __device__ float folded(const float (&x)[1]) {
     return x[0];
 }
 
-// Their sum, in the order of warp_sum.
+// Returns the sum of x in the order of warp_sum.
 template <int N> __device__ float folded(const float (&x)[N]) {
     float half[N / 2];
 #pragma unroll
@@ -479,11 +482,11 @@ template <int N> __device__ float folded(const float (&x)[N]) {
     return folded(half);
 }
 
-// The sum over all lanes of number `lane` of x, of its first `rows` rows, added as warp_sum adds it. room: the warp's
-// part of EncodeShared::sums.
+// Sums each element of x, in its first `rows` rows, over all lanes in the order of warp_sum. Lane l returns the sum of
+// element l. `room` is the warp's part of EncodeShared::sums.
 __device__ float sum_of_lanes(const float (&x)[ROWS_MOST][TOGETHER], int rows, float * room) {
     const int lane = (int) threadIdx.x % WARP, stride = sum_stride(rows);
-    __syncwarp(); // the last sums are read
+    __syncwarp(); // All lanes have read the last sums.
 #pragma unroll
     for (int r = 0; r < ROWS_MOST; ++r) {
         if (r < rows) {
@@ -499,20 +502,21 @@ __device__ float sum_of_lanes(const float (&x)[ROWS_MOST][TOGETHER], int rows, f
     return folded(of);
 }
 
-// A row of a KV head and a side. x: its elements before they are rounded, stored at `exact`; nullptr: `exact` has them.
+// A row of a KV head and a side. Its elements x are rounded and stored at `exact`. If x is nullptr, `exact` has them
+// already.
 struct EncodedRow {
     const float * x;
     uint16_t *    exact;
     int64_t       cell;
 };
 
-// What a block encodes: rows of a KV head and a side.
+// The work of a block, rows of a KV head and a side.
 struct EncodeJob {
     const Encode &    a;
     const HeadCodec & codec;
-    int               h, n; // n: rows
+    int               h, n; // KV head, number of rows
     bool              value;
-    bool              quantized; // some bands have codes
+    bool              quantized; // whether some bands have codes
 
     __device__ uint8_t * tile(int64_t cell) const {
         const Layer & l = a.layer;
@@ -521,7 +525,7 @@ struct EncodeJob {
     }
 };
 
-// Reads the rows, rounds them to halves, and stores the halves where a row has been floats.
+// Reads the rows, rounds them to halves, and stores the halves of rows that were floats.
 template <typename Row> __device__ void read_rows(const EncodeJob & job, const EncodeShared & s, const Row & row) {
     const int d = job.codec.d, lane = (int) threadIdx.x % WARP;
 #pragma unroll 1
@@ -545,7 +549,7 @@ template <typename Row> __device__ void read_rows(const EncodeJob & job, const E
     }
 }
 
-// The rows' coefficients: a warp has every fourth row of the basis, TOGETHER at a time.
+// Computes the rows' coefficients. A warp has every fourth row of the basis, TOGETHER at a time.
 __device__ void multiply_basis(const EncodeJob & job, const EncodeShared & s, int row_bits) {
     const HeadCodec & codec = job.codec;
     const uint16_t *  basis = codec.encode.halves; // [rank][d]
@@ -595,8 +599,8 @@ __device__ bool is_quantized(const HeadCodec & codec) {
     return quantized;
 }
 
-// Sets the flags of row r and its scale: the smallest one that reaches all its coefficients; a warp's work. from_floats:
-// the row has not been stored before.
+// Sets the flags of row r, and its scale to the smallest one that reaches all its coefficients. A warp calls this.
+// from_floats says that the row has not been stored before.
 __device__ void first_scale(const EncodeJob & job, const EncodeShared & s, int r, bool from_floats) {
     const HeadCodec & codec  = job.codec;
     const int         lane   = (int) threadIdx.x % WARP;
@@ -620,15 +624,15 @@ __device__ void first_scale(const EncodeJob & job, const EncodeShared & s, int r
     finite              = x_finite && __ballot_sync(ALL, finite) == ALL;
     const bool live     = finite && __ballot_sync(ALL, zero) != ALL;
     for (int j = lane; !live && j < codec.rank; j += WARP) {
-        c[j] = 0.0f; // the search runs, and its codes are not used
+        c[j] = 0.0f; // The search runs on zeros, and its codes are not used.
     }
-    // at most eight codes above that of the power of two
+    // The scale is at most eight codes above that of the power of two.
     int k0 = min(max(SCALE_ONE + 8 * ((int) (__float_as_uint(reach) >> 23) - 127), 1), (int) SCALE_MOST);
 #pragma unroll 1
     while (k0 < SCALE_MOST && row_scale((uint32_t) k0) < reach) {
         ++k0;
     }
-    __syncwarp(); // all lanes have read the flags
+    __syncwarp(); // All lanes have read the flags.
     if (lane == 0) {
         s.scale[r] = live && job.quantized ? k0 : SCALE_ONE;
         s.flags[r] = (x_finite ? X_FINITE : 0) | (finite ? FINITE : 0) | (live ? LIVE : 0);
@@ -638,7 +642,7 @@ __device__ void first_scale(const EncodeJob & job, const EncodeShared & s, int r
     }
 }
 
-// Chooses the scale of least error, of the first one and smaller ones, without a path.
+// Chooses the scale of least error without a path, among the first one and smaller ones.
 __device__ void choose_scales(const EncodeJob & job, const EncodeShared & s) {
     const int me = (int) threadIdx.x;
 #pragma unroll 1
@@ -654,7 +658,7 @@ __device__ void choose_scales(const EncodeJob & job, const EncodeShared & s) {
         const int     k0     = s.scale[me];
         int           best   = k0;
         float         least  = of_lanes(errors);
-        for (int i = 1; i < CANDIDATES && k0 - i >= 1; ++i) { // ties to the larger scale
+        for (int i = 1; i < CANDIDATES && k0 - i >= 1; ++i) { // Ties go to the larger scale.
             const float error = of_lanes(errors + i * 8);
             best              = error < least ? k0 - i : best;
             least             = error < least ? error : least;
@@ -664,7 +668,7 @@ __device__ void choose_scales(const EncodeJob & job, const EncodeShared & s) {
     __syncthreads();
 }
 
-// Stores the scale of row r and its halves, and makes its codes beside the path; a warp's work.
+// Stores the scale of row r and its halves, and computes its codes outside the path. A warp calls this.
 __device__ void quantize_bands(const EncodeJob & job, const EncodeShared & s, int r, int64_t cell) {
     const HeadCodec & codec = job.codec;
     const bool        live = (s.flags[r] & LIVE) != 0, finite = (s.flags[r] & FINITE) != 0;
@@ -682,7 +686,7 @@ __device__ void quantize_bands(const EncodeJob & job, const EncodeShared & s, in
         const float  inverse = live ? __fdiv_rn(1.0f, __fmul_rn(scale, band.ratio)) : 0.0f;
 #pragma unroll 1
         for (int j = lane; j < band.n; j += WARP) {
-            const float x = s.c[r * s.size + band.first + j]; // 0 of a row that is not live
+            const float x = s.c[r * s.size + band.first + j]; // 0 if the row is not live
             if (band.bits == 16) {
                 uint8_t * half                      = tile + TILE * band.offset + 2 * (j * TILE + in);
                 *reinterpret_cast<uint16_t *>(half) = to_half(fminf(fmaxf(x, -HALF_MAX), HALF_MAX));
@@ -694,8 +698,8 @@ __device__ void quantize_bands(const EncodeJob & job, const EncodeShared & s, in
     }
 }
 
-// Encodes rows of a KV head and a side into their cells: row(i), i < n <= 1 << row_bits. LANES: paths are lanes
-// (PATH_LANES)
+// Encodes rows row(i), i < n <= 1 << row_bits, of a KV head and a side into their cells. LANES says that the path is
+// PATH_LANES.
 template <bool LANES, typename Row>
 __device__ void encode_rows(const Encode & a, const Row & row, int row_bits, int n, int h, bool value) {
     const HeadCodec & codec = (value ? a.layer.v : a.layer.k)[h];

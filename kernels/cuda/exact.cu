@@ -1,4 +1,4 @@
-// exact.cu: the exact keys of tokens whose cells another kernel than attend_decode has read.
+// exact.cu: attention to the exact keys of tokens whose cells another kernel than attend_decode reads.
 #include "exact_part.cuh"
 
 namespace subkv::cuda {

@@ -1,6 +1,6 @@
-// exact_part.cuh: attention to the exact keys of a token (stored window rows and those of this ubatch): partial results
-// that combine merges. A part is a block's work: some of the keys, FOUR query rows of a KV head, and ROW elements of the
-// values. Each row is read once for the four.
+// exact_part.cuh: attention to the exact keys of a token, which are window rows and rows of this ubatch. combine merges
+// its partial results. A block computes a part: some of the keys, FOUR query rows of a KV head, and ROW elements of the
+// values. It reads each row once for the four query rows.
 #pragma once
 
 #include "exact.cuh"
@@ -8,19 +8,19 @@
 
 namespace subkv::cuda {
 
-constexpr int KEYS_OF_WARP = WARP / FOUR; // at a time: a logit for each lane
+constexpr int KEYS_OF_WARP = WARP / FOUR; // keys at a time, with a logit in each lane
 constexpr int EXACT_KEYS   = WARPS * KEYS_OF_WARP;
 
 // The partial results in Attend::exact. Query rows are numbered as in a split of attend.
 struct ExactParts {
     int64_t n_rows;
-    int32_t n;       // parts of the keys; 0: no exact keys
+    int32_t n;       // parts of the keys, or 0 without exact keys
     int32_t columns; // parts of the values
     float * m;       // [n][n_rows]
     float * z;       // [n][n_rows]
     float * sums;    // [n][n_rows][d_v]
 
-    // A token alone in its stream waits for all its keys at once; a prompt has enough blocks.
+    // If a token is alone in its stream, its keys are in many parts, which wait at once. A prompt has enough blocks.
     __host__ __device__ ExactParts(const Layer & l, int64_t n_tok, int64_t n_tps, int32_t slots_of_seq, float * at) :
         n_rows(n_tok * l.n_head_kv * l.n_group), n(slots_of_seq == 0 ? 0 :
                                                    n_tps > 1         ? 1 :
@@ -30,7 +30,7 @@ struct ExactParts {
     __host__ __device__ ExactParts(const Combine & b) :
         ExactParts(b.a.layer, b.a.n_stream * b.a.n_tps, b.a.n_tps, b.slots_of_seq, b.a.exact) {}
 
-    // Of a token and KV head.
+    // Returns the number of blocks of a token and KV head.
     __host__ __device__ int n_blocks(const Layer & l) const { return n * columns * ((l.n_group + FOUR - 1) / FOUR); }
 };
 
@@ -38,11 +38,11 @@ constexpr int EXACT_CHUNK = 256; // elements of the keys that are in shared memo
 
 struct ExactShared {
     int        pitch;     // elements from one row of q to the next
-    int        row_pitch; // the same of `rows`; 16 bytes more than a row, so that eight rows use all banks
+    int        row_pitch; // elements from one of `rows` to the next; 16 bytes of padding let eight use all banks
     float *    q;         // [FOUR][pitch], scaled
     float *    weights;   // [EXACT_KEYS][FOUR]
     float *    room;      // [WARPS][FOUR]
-    uint32_t * counted;   // [WARPS]: four bits for each of a warp's keys, of query rows that give it weight
+    uint32_t * counted;   // [WARPS] four bits for each of a warp's keys, the query rows that give it weight
     uint16_t * rows;      // [EXACT_KEYS][row_pitch] of the keys, then of their values
     size_t     bytes;
 
@@ -73,7 +73,7 @@ struct ExactKeys {
         return i < b.slots_of_seq ? b.window + held * exact_width(b.a.layer) : b.fresh + own * exact_width(b.a.layer);
     }
 
-    // Its cell; -1: the token does not attend to it exactly.
+    // Returns the cell of key i, or -1 if the token does not attend to it exactly.
     __device__ int32_t cell(int i) const {
         static_assert(sizeof(SlotRow) == sizeof(TokenRow) && offsetof(SlotRow, cell) == offsetof(TokenRow, cell));
         const int    held = query.first_slot + i, own = first_token + i - b.slots_of_seq;
@@ -83,13 +83,14 @@ struct ExactKeys {
     }
 };
 
-// The state of query row threadIdx.x % FOUR, z of the thread's keys; and sums of all four rows for the values' element
-// threadIdx.x.
+// m and z of query row threadIdx.x % FOUR, where z is for the thread's keys, and sums of all four rows for element
+// threadIdx.x of the values.
 struct ExactState {
     float m = -INFINITY, z = 0.0f, sums[FOUR] = {};
 };
 
-// Starts to copy n elements of the row of key threadIdx.x / FOUR to shared memory; nullptr: the key has none.
+// Starts to copy n elements of the row of key threadIdx.x / FOUR to shared memory. `row` is nullptr if the key has
+// none.
 __device__ inline void copy_exact_row(const ExactShared & s, const uint16_t * row, int n) {
     static_assert(EXACT_KEYS * FOUR == THREADS, "four threads copy a row");
     const int place = (int) threadIdx.x % FOUR * (int) (sizeof(Sixteen) / sizeof(uint16_t));
@@ -97,7 +98,8 @@ __device__ inline void copy_exact_row(const ExactShared & s, const uint16_t * ro
               row == nullptr ? 0 : (n - place) * (int) sizeof(uint16_t), FOUR);
 }
 
-// The product of key threadIdx.x / FOUR and query row threadIdx.x % FOUR. key: its row in memory
+// Returns the product of key threadIdx.x / FOUR and query row threadIdx.x % FOUR. `key` is the key's row in global
+// memory.
 __device__ inline float exact_product(const Layer & l, const ExactShared & s, const uint16_t * key) {
     const uint16_t * row       = s.rows + (int) threadIdx.x / FOUR * s.row_pitch;
     const float *    q         = s.q + (int) threadIdx.x % FOUR * s.pitch;
@@ -105,7 +107,7 @@ __device__ inline float exact_product(const Layer & l, const ExactShared & s, co
 #pragma unroll 1
     for (int first = 0; first < l.d_k; first += EXACT_CHUNK) {
         const int n = min(l.d_k - first, EXACT_CHUNK);
-        __syncwarp(); // this warp has read its rows
+        __syncwarp(); // This warp has read its rows.
         copy_exact_row(s, key == nullptr ? key : key + first, n);
         copies_done<0>();
         __syncwarp();
@@ -126,7 +128,8 @@ __device__ inline float exact_product(const Layer & l, const ExactShared & s, co
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Adds the values in shared memory. keep: factor for the sums of query row threadIdx.x % FOUR; n: elements of a row
+// Adds the values in shared memory, whose rows have n elements. `keep` is the factor for the sums of query row
+// threadIdx.x % FOUR.
 __device__ inline void add_exact_values(const ExactShared & s, float keep, int n, ExactState & state) {
 #pragma unroll
     for (int g = 0; g < FOUR; ++g) {
@@ -140,7 +143,7 @@ __device__ inline void add_exact_values(const ExactShared & s, float keep, int n
 #pragma unroll
         for (int r = 0; r < KEYS_OF_WARP; ++r, value += s.row_pitch, weights += FOUR) {
             const auto  p = *reinterpret_cast<const Loaded<float, FOUR> *>(weights);
-            const float x = (counted >> FOUR * r & 15) != 0 ? from_half(*value) : 0.0f; // of weight 0: may be NaN
+            const float x = (counted >> FOUR * r & 15) != 0 ? from_half(*value) : 0.0f; // It may be NaN with weight 0.
 #pragma unroll
             for (int g = 0; g < FOUR; ++g) {
                 state.sums[g] = fmaf(p.of[g], x, state.sums[g]);
@@ -149,7 +152,8 @@ __device__ inline void add_exact_values(const ExactShared & s, float keep, int n
     }
 }
 
-// Adds EXACT_KEYS keys from `first` on. column: the first element of the values; slope: of the thread's query row.
+// Adds EXACT_KEYS keys from `first` on. `column` is the first element of the values, and `slope` is that of the
+// thread's query row.
 __device__ inline void add_exact_keys(const ExactKeys & keys, const ExactShared & s, int64_t token, int first, int h,
                                       int column, float slope, ExactState & state) {
     const Attend & a    = keys.b.a;
@@ -165,7 +169,7 @@ __device__ inline void add_exact_keys(const ExactKeys & keys, const ExactShared 
     const int        n     = min(l.d_v - column, ROW);
     const uint16_t * row   = keys.row(mine);
     float            logit = exact_product(l, s, seen ? row + h * l.d_k : nullptr);
-    __syncwarp(); // this warp has read its keys
+    __syncwarp(); // This warp has read its keys.
     copy_exact_row(s, seen ? row + exact_value(l, h) + column : nullptr, n);
     logit     = seen ? capped(finite_or_nan(logit), l.softcap) + slope * bias : -INFINITY;
     float top = logit;
@@ -182,13 +186,13 @@ __device__ inline void add_exact_keys(const ExactKeys & keys, const ExactShared 
     }
     const float keep       = move_top(state.m, top);
     const float p          = seen ? expf(logit - state.m) : 0.0f;
-    state.z                = state.z * keep + p; // NaN where p is
+    state.z                = state.z * keep + p; // NaN if p is NaN
     s.weights[threadIdx.x] = p > 0.0f ? p : 0.0f;
     s.counted[warp]        = __ballot_sync(ALL, p > 0.0f);
     copies_done<0>();
     __syncthreads();
     add_exact_values(s, keep, n, state);
-    __syncthreads(); // all reads of shared memory are done
+    __syncthreads(); // All reads of shared memory are done.
 }
 
 // Writes a part of the query rows g0 to g0 + FOUR - 1, and of the values' elements from `first` on.
@@ -220,7 +224,7 @@ __device__ inline void store_exact(const ExactParts & to, const Layer & l, const
     }
 }
 
-// Part number `block` (of n_blocks) of a token and KV head. ALONE: the token is alone in its stream.
+// Computes part number `block` of a token and KV head. ALONE says that the token is alone in its stream.
 template <bool ALONE> __device__ inline void attend_exact(const Combine & b, int h, int64_t token, int block) {
     const Attend &    a = b.a;
     const Layer &     l = a.layer;
@@ -230,7 +234,7 @@ template <bool ALONE> __device__ inline void attend_exact(const Combine & b, int
     const int         part  = (int) ((unsigned) block % (unsigned) parts.n);
     const int         rest  = (int) ((unsigned) block / (unsigned) parts.n);
     const int         g0    = (int) ((unsigned) rest / (unsigned) parts.columns) * FOUR;
-    const int         first = (int) ((unsigned) rest % (unsigned) parts.columns) * ROW; // element of the values
+    const int         first = (int) ((unsigned) rest % (unsigned) parts.columns) * ROW; // first element of the values
     const int         lane  = (int) threadIdx.x % WARP;
     const float       slope = l.slope[h * l.n_group + min(g0 + lane % FOUR, l.n_group - 1)];
 #pragma unroll 1
@@ -239,7 +243,7 @@ template <bool ALONE> __device__ inline void attend_exact(const Combine & b, int
 #pragma unroll
         for (int g = 0; g < FOUR; ++g) {
             s.q[g * s.pitch + j] = l.scale * *q;
-            q += g0 + g < l.n_group - 1 ? a.q_head : 0; // without a query head: the last one again
+            q += g0 + g < l.n_group - 1 ? a.q_head : 0; // Missing query heads repeat the last one.
         }
     }
     __syncthreads();

@@ -1,6 +1,6 @@
-// levels.cuh: converts codes of an octet (tiles.h) to bytes for tensor cores, eight at a time: one word each of registers
-// q and q + 4. Codes of up to 4 bits first become nibbles of one word, register q in the lower ones, because prmt selects
-// bytes by nibbles. The resulting order of bytes is
+// levels.cuh: converts codes of an octet (tiles.h) to bytes for tensor cores, eight at a time, from one word each of
+// registers q and q + 4. Codes of up to 4 bits first become nibbles of one word, with register q in the lower nibble of
+// a byte, because prmt selects bytes by nibbles. The resulting order of bytes is
 //   out[0]   q: byte 0, q + 4: byte 0, q: byte 1, q + 4: byte 1
 //   out[1]   the same of bytes 2 and 3
 #pragma once
@@ -12,8 +12,8 @@ namespace subkv::cuda {
 
 constexpr uint32_t NIBBLES = 0x11111111u, BYTES = 0x01010101u;
 
-// Selects bytes of low (0 to 3) and high (4 to 7) by the four nibbles in the lower half of `by`. A nibble plus 8 selects
-// the sign of the byte instead: 255 for bytes of at least 128, else 0.
+// Selects bytes of low (0 to 3) and high (4 to 7) by the four nibbles in the lower half of `by`. A nibble plus 8
+// selects the sign of the byte instead, 255 for bytes of at least 128, else 0.
 __device__ inline uint32_t choose(uint32_t low, uint32_t high, uint32_t by) {
     uint32_t out;
 #if defined(__CUDA_ARCH__)
@@ -33,7 +33,7 @@ __device__ inline uint32_t choose(uint64_t table, uint32_t by) {
     return choose((uint32_t) table, (uint32_t) (table >> 32), by);
 }
 
-// Per byte: 255 if it is at least 128, else 0.
+// Converts each byte to 255 if it is at least 128, else to 0.
 __device__ inline uint32_t spread_signs(uint32_t x) {
     return choose(x, 0, 0xBA98);
 }
@@ -43,14 +43,15 @@ __device__ inline void interleave(uint32_t low, uint32_t high, uint32_t (&out)[2
     out[1] = choose(low, high, 0x7362);
 }
 
-// Lowest bits of the codes of the last two places on the path, in the lowest bits of their nibbles; zeros outside a
-// path.
+// The *choices* of codes are their lowest bits, which select the levels of the next two places on the path. `one` has
+// those of the place before, and `two` those of the place before that, in the lowest bits of nibbles. They are 0
+// outside a path.
 struct Choices {
     uint32_t one = 0, two = 0;
 };
 
-// Codes of registers q and q + 4 as nibbles (2 to 4 bits). line(i): their word of line i of the octet. The code
-// repeats the layout of tile_fields with few operations.
+// Returns the codes of registers q and q + 4, of 2 to 4 bits, as nibbles. line(i) returns their word of line i of the
+// octet. The code repeats the layout of tile_fields with few operations.
 template <int BITS, typename Line> __device__ inline uint32_t nibbles_of(const Line & line, int q) {
     if (BITS == 4) {
         return line(q);
@@ -67,7 +68,7 @@ template <int BITS, typename Line> __device__ inline uint32_t nibbles_of(const L
            (top >> 1 & 0x40404040u);
 }
 
-// The same as bytes: codes of 5 and 6 bits, those of 8 bits minus 128.
+// Does the same for codes of 5 and 6 bits, and of 8 bits minus 128, as bytes.
 template <int BITS, typename Line>
 __device__ inline void bytes_of(const Line & line, int q, uint32_t & low, uint32_t & high) {
     if (BITS == 8) { // signed
@@ -91,7 +92,7 @@ __device__ inline void bytes_of(const Line & line, int q, uint32_t & low, uint32
     }
 }
 
-// The lowest bits of these codes, in the format of Choices; 2 to 6 bits.
+// Returns the lowest bits of codes of 2 to 6 bits in the format of Choices.
 template <int BITS, typename Line> __device__ inline uint32_t choices_of(const Line & line, int q) {
     if (BITS <= 4) {
         return nibbles_of<BITS>(line, q) & NIBBLES;
@@ -101,18 +102,19 @@ template <int BITS, typename Line> __device__ inline uint32_t choices_of(const L
     return (low & BYTES) | (high << 4 & 16 * BYTES);
 }
 
-// Converts the codes of a band to bytes.
+// Constants that convert the codes of a band to bytes.
 struct Levels {
-    uint64_t table[2]; // up to 4 bits: bytes of codes after choice 0; 2 bits, second table: by code and choice
+    // table and flip are for codes of up to 4 bits, bend and to_sign for codes of 5 and 6 bits on a path.
+    uint64_t table[2]; // bytes of codes after choice 0; for 2 bits, the second table is by code and choice
     uint32_t choices;  // NIBBLES on a path, else 0
-    uint32_t flip;     // up to 4 bits: xor mask for a byte after choice 1, in byte 1
+    uint32_t flip;     // xor mask of a byte after choice 1, in byte 1
     uint32_t codes;    // largest code, from 5 bits on in every byte
-    uint32_t bend[2];  // 5 and 6 bits on a path: 128 minus the magnitudes where levels lie farther apart, in every byte
-    int      to_sign;  // 5 and 6 bits on a path: left shift of an index so that its highest bit becomes a byte's sign
+    uint32_t bend[2];  // 128 minus the magnitudes where levels begin to lie farther apart, in every byte
+    int      to_sign;  // left shift of an index that makes its highest bit the sign of a byte
     int      zero;     // a byte means byte - zero / 2 steps
 };
 
-constexpr int LEVEL_ZERO = 64; // the byte of level 0, up to 4 bits; table look-ups are unsigned
+constexpr int LEVEL_ZERO = 64; // the byte of level 0 for codes of up to 4 bits, because table look-ups are unsigned
 
 __host__ __device__ constexpr uint64_t level_table(int bits, int first, bool on_path) {
     uint64_t table = 0;
@@ -131,7 +133,7 @@ __host__ __device__ constexpr uint64_t table_by_choice(bool on_path) {
     return table;
 }
 
-// Twice the byte that means 0. Bytes are signed.
+// Returns twice the byte that means 0. Bytes are signed.
 __host__ __device__ constexpr int level_zero(int bits, bool on_path) {
     return bits == 8 || (on_path && bits > 4) ? -1 : on_path ? 2 * LEVEL_ZERO - 1 : (1 << bits) - 1;
 }
@@ -151,7 +153,7 @@ __host__ __device__ constexpr Levels levels_of(int bits, bool on_path) {
              level_zero(bits, on_path) };
 }
 
-// Indexed by bits, without and with a path. In memory, because compilers recompute constants in every loop.
+// Levels by bits - 2, without and with a path. They are in memory, because compilers recompute constants in every loop.
 static __constant__ Levels LEVELS[][2] = {
     { levels_of(2, false), levels_of(2, true) },  { levels_of(3, false), levels_of(3, true) },
     { levels_of(4, false), levels_of(4, true) },  { levels_of(5, false), levels_of(5, true) },
@@ -159,7 +161,7 @@ static __constant__ Levels LEVELS[][2] = {
     { levels_of(8, false), levels_of(8, false) },
 };
 
-// Those of a width that is known where the code is compiled.
+// Returns the levels of a width that is known at compile time.
 template <int BITS> __device__ inline Levels levels_of_width(bool on_path) {
     constexpr Levels known  = levels_of(BITS, true);
     Levels           levels = LEVELS[BITS - 2][on_path];
@@ -170,7 +172,7 @@ template <int BITS> __device__ inline Levels levels_of_width(bool on_path) {
     return levels;
 }
 
-// The bytes of registers q and q + 4 from their codes as nibbles: of 4 bits, of 2, or (BITS 3) of 2 or 3. By the
+// Converts codes of registers q and q + 4 from nibbles to bytes. BITS is 4, 2, or 3 for codes of 2 or 3 bits. By the
 // alphabet's symmetry, a code after choice 1 has the complement of the level that the code's complement has after
 // choice 0.
 template <int BITS>
@@ -180,7 +182,7 @@ __device__ inline void nibble_levels(uint32_t codes, const Levels & levels, Choi
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         uint32_t byte = choose(levels.table[BITS == 2], index >> 16 * i);
-        if (BITS == 4) { // bytes are below 128: the other table gives 0
+        if (BITS == 4) { // Bytes are below 128, so the other table gives 0.
             byte |= choose(levels.table[1], (index ^ 8 * NIBBLES) >> 16 * i);
         }
         out[i] = BITS == 2 ? byte : byte ^ choose(levels.flip, 0, before.one >> 16 * i);
@@ -188,10 +190,10 @@ __device__ inline void nibble_levels(uint32_t codes, const Levels & levels, Choi
     before = { codes & levels.choices, before.one };
 }
 
-// Levels of four codes of 5 or 6 bits, with the choices before them in the lowest bits of bytes.
+// Returns the levels of four codes of 5 or 6 bits, with the choices before them in the lowest bits of bytes.
 __device__ inline uint32_t wide_levels(uint32_t codes, const Levels & levels, uint32_t one, uint32_t two) {
     const uint32_t index = (codes ^ two) * 2 + one;
-    const uint32_t lower = ~spread_signs(index << levels.to_sign); // 255: lower half of the alphabet
+    const uint32_t lower = ~spread_signs(index << levels.to_sign); // 255 in the lower half of the alphabet
     const uint32_t k     = (index ^ lower) & levels.codes;
     const auto     above = [&](int i) { // amount by which magnitudes exceed the bend
         const uint32_t x = k + levels.bend[i];
@@ -200,7 +202,7 @@ __device__ inline uint32_t wide_levels(uint32_t codes, const Levels & levels, ui
     return (k + above(0) + above(1)) ^ lower;
 }
 
-// The bytes of registers q and q + 4 from their codes: of 8 bits minus 128, or (BITS below 8) of 5 or 6 bits.
+// Converts codes of registers q and q + 4 to bytes. The codes have 8 bits, minus 128, or for BITS below 8, 5 or 6 bits.
 template <int BITS>
 __device__ inline void byte_levels(uint32_t low, uint32_t high, const Levels & levels, Choices & before,
                                    uint32_t (&out)[2]) {

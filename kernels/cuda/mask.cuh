@@ -5,8 +5,7 @@
 
 namespace subkv::cuda {
 
-// attend adds the mask's value times the head's slope to a logit; -INFINITY: the cell is masked, or the token attends
-// to it exactly.
+// The mask's value, times the head's slope, is added to a logit. It is -INFINITY if the cell is masked.
 __device__ inline float mask_value(const Attend & a, int64_t at) {
     return a.mask_half ? from_half(((const uint16_t *) a.mask)[at]) : ((const float *) a.mask)[at];
 }
@@ -15,21 +14,24 @@ __device__ inline bool is_exact(const Attend & a, int32_t key, int32_t query) {
     return key < a.n_sink || (key <= query && key > query - a.n_recent);
 }
 
+// Returns the mask's value, or -INFINITY if the token attends to the cell exactly.
 __device__ inline float coded_bias(const Attend & a, int64_t token, int64_t cell) {
     const int32_t pos = a.cell_pos[token / a.n_tps * a.n_kv + cell];
     return is_exact(a, pos, a.tokens[token].pos) ? -INFINITY : mask_value(a, token * a.n_kv + cell);
 }
 
-// softcap * tanh(x / softcap), by one exponential: tanhf has 30 instructions, and this is inlined for each logit.
+// Returns softcap * tanh(x / softcap), by one exponential, because tanhf has 30 instructions and this is inlined for
+// each logit.
 __device__ inline float capped(float x, float softcap) {
     if (softcap <= 0.0f) {
         return x;
     }
-    const float e = exponential(-2.0f * fabsf(__fdividef(x, softcap))); // the error of the result: 2^-22 softcap
+    const float e = exponential(-2.0f * fabsf(__fdividef(x, softcap))); // The result has an error of 2^-22 softcap.
     return copysignf(softcap, x) * __fdividef(1.0f - e, 1.0f + e);
 }
 
-// The maximum of a state that is stored: a lost row (z is NaN) is not one without visible cells.
+// Returns the maximum of a state to store. It is finite for a lost row (z is NaN), which differs from a row without
+// visible cells.
 __device__ inline float state_top(float m, float z) {
     return is_nan(z) && m == -INFINITY ? 0.0f : m;
 }

@@ -1,10 +1,11 @@
-// pairs.cuh: attention to coded cells where each warp of a block owns pairs of tiles, every WARPS-th of the block's split,
-// so that no warp waits for another one before the end. It reads lines from global memory to registers. Built with
-// SUBKV_WARP_PAIRS, it replaces the decode kernel's blocks of cells for up to FOUR query rows.
+// pairs.cuh: attention to coded cells where each warp of a block owns every WARPS-th pair of tiles of the block's
+// split, so that no warp waits for another one before the end. It reads lines from global memory to registers. Built
+// with SUBKV_WARP_PAIRS, it replaces the decode kernel's blocks of cells for up to FOUR query rows.
 //
-// Keys: lane l has cells l / 4 and l / 4 + 8 of each quarter of a tile, and every fourth octet of a run. The choices before
-// a code come from the lanes with the octets before. Values are as in the decode kernel, but for all octets. Products and
-// sums of integers are the decode kernel's, so that a split of one pair gives the same bits of maxima and sums of values.
+// For keys, lane l has cells l / 4 and l / 4 + 8 of each quarter of a tile, and every fourth octet of a run. The
+// choices before a code come from the lanes with the octets before. Values are as in the decode kernel, but for all
+// octets. Integer products and sums are those of the decode kernel, so that a split of one pair gives the same bits of
+// maxima and sums of values.
 #pragma once
 
 #include "softmax.cuh"
@@ -23,14 +24,14 @@ constexpr int PAIR = MOST_TILES * TILE; // cells
 // Shared memory of a block for 4 * F query rows.
 template <int F> struct PairsShared {
     Plan *     plan;
-    uint32_t * words;   // of Queries
-    float *    room;    // as Shared's
+    uint32_t * words;   // words of Queries
+    float *    room;    // as in Shared
     float *    tops;    // [WARPS][4 * F]
-    uint8_t *  weights; // of a warp each: Shared's weights, plain and sums, and [QUARTERS][WARP] scales of values
+    uint8_t *  weights; // [WARPS] weights, plain and sums as in Shared
     float *    plain;
     float *    sums;
-    float *    scales;
-    int        width_k, octets; // of values
+    float *    scales;          // [WARPS][QUARTERS][WARP] scales of values
+    int        width_k, octets; // octets of values
     size_t     bytes;
 
     __host__ __device__ PairsShared(unsigned char * base, const Layer & l) : width_k(l.width_k), octets(l.width_v / 8) {
@@ -58,16 +59,17 @@ template <int F> struct PairsShared {
     }
 };
 
-// The lowest bits of the last four octets on the path, which lanes with the same l / 4 have. The last octet's are in lane 3.
-// By quarter, for the lane's two cells.
+// The choices in one of the last four octets on the path, by quarter and by the lane's two cells. Four lanes with the
+// same l / 4 have the four octets, and lane 3 of them has the last one.
 using LastChoices = uint32_t[QUARTERS][2];
 
-// Integer products of a tile's keys with the queries, by quarter, as Products.
+// Integer products of a tile's keys with the queries, by quarter, as in Products.
 template <int F> struct TileProducts {
     int sum[F][QUARTERS][4] = {};
 };
 
-// The codes of registers q and q + 4: nibbles in `low`, or from 5 bits on bytes in both. Returns their lowest bits.
+// Reads the codes of registers q and q + 4 as nibbles to `low`, or from 5 bits on as bytes to `low` and `high`. Returns
+// their choices.
 template <int BITS>
 __device__ inline uint32_t read_key(const Lines & lines, int q, const Levels & levels, uint32_t & low,
                                     uint32_t & high) {
@@ -80,7 +82,8 @@ __device__ inline uint32_t read_key(const Lines & lines, int q, const Levels & l
     }
 }
 
-// Four octets of a run, of which the lane has number `i`, if it is below `lanes`. at: the octet's bytes of the lane's cell.
+// Multiplies `lanes` octets of a run, at most four, by the queries. Lane i of four has octet i, and `at` points to this
+// octet's bytes of the lane's cell.
 template <int BITS, int F>
 __device__ inline void multiply_octets(const Levels & levels, const uint8_t * at, const uint32_t (&right)[F][2],
                                        int lanes, LastChoices & last, TileProducts<F> & products) {
@@ -93,7 +96,7 @@ __device__ inline void multiply_octets(const Levels & levels, const uint8_t * at
             uint32_t       low, high;
             const uint32_t own = read_key<BITS>(Lines{ at + 32 * e }, q, levels, low, high);
             Choices        before;
-            if (BITS <= TRELLIS_BITS) { // those of the lanes before, and of the last four octets' last ones
+            if (BITS <= TRELLIS_BITS) { // They come from the lanes before or from the last four octets.
                 const uint32_t old = last[q][e];
                 before             = { __shfl_sync(ALL, i == 3 ? old : own, lane / 4 * 4 + (i + 3) % 4),
                                        __shfl_sync(ALL, i >= 2 ? old : own, lane / 4 * 4 + (i + 2) % 4) };
@@ -131,7 +134,7 @@ __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run 
             right[f][1]    = i < lanes ? two.of[1] : 0;
         }
         multiply_octets<BITS>(levels, tile + run.at() + mine * BITS * LINE, right, lanes, last, products);
-        if (BITS <= TRELLIS_BITS && lanes < 4) { // move the last octet to lane 3
+        if (BITS <= TRELLIS_BITS && lanes < 4) { // The last octet moves to lane 3.
 #pragma unroll
             for (int x = 0; x < 2 * QUARTERS; ++x) {
                 last[x / 2][x % 2] = __shfl_sync(ALL, last[x / 2][x % 2], lane / 4 * 4 + (i + lanes) % 4);
@@ -140,7 +143,7 @@ __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run 
     }
 }
 
-// Products of a tile's keys.
+// Returns the products of a tile's keys.
 template <int F>
 __device__ inline TileProducts<F> multiply_tile(const Shared<F> & s, const uint8_t * tile) {
     const Runs & runs = s.plan->keys.runs;
@@ -171,8 +174,8 @@ __device__ inline TileProducts<F> multiply_tile(const Shared<F> & s, const uint8
     return products;
 }
 
-// A place in `plain` for the logit of query row FOUR * f + lane % FOUR and cell 16 * q + 8 * e + lane / 4 of tile t, where
-// store_weights replaces it.
+// Returns the place in `plain` for the logit of query row FOUR * f + lane % FOUR and cell 16 * q + 8 * e + lane / 4 of
+// tile t. store_weights replaces the logit there.
 __device__ inline int place_of_logit(int f, int q, int t, int e) {
     const int lane = (int) threadIdx.x % WARP;
     return (FOUR * f + lane % FOUR) * PAIR + t * TILE + 16 * q + 8 * e + lane / 4;
@@ -193,7 +196,7 @@ __device__ inline void keep_products(const Shared<F> & s, int t, const TileProdu
 }
 
 template <int F> __device__ inline Products<F> kept_products(const Shared<F> & s, int q) {
-    Products<F> products; // the sums of high bytes are zero
+    Products<F> products; // The sums of high bytes stay zero.
 #pragma unroll
     for (int f = 0; f < F; ++f) {
 #pragma unroll
@@ -248,7 +251,7 @@ __device__ inline void add_pair(const Shared<F> & s, const uint8_t * tiles, int 
     }
 }
 
-// Merges the sums of all warps into those of warp 0. Makes the rows' states of all relative to one maximum.
+// Merges the sums of all warps into those of warp 0, and makes the states of all warps relative to one maximum.
 template <int F> __device__ inline void merge_warps(const PairsShared<F> & s, Softmax (&rows)[F]) {
     const int lane = (int) threadIdx.x % WARP, warp = (int) threadIdx.x / WARP;
 #pragma unroll
@@ -285,7 +288,7 @@ template <int F> __device__ inline void merge_warps(const PairsShared<F> & s, So
     __syncthreads();
 }
 
-// A cell of the token's stream. k, v: where its scales are
+// Reads a cell of the token's stream, whose scale codes are at k and v.
 __device__ inline Cell read_cell(const Attend & a, const Split & split, int64_t cell, int32_t query, const uint8_t * k,
                                  const uint8_t * v) {
     const int32_t key  = a.cell_pos[split.stream * a.n_kv + cell];
@@ -294,10 +297,10 @@ __device__ inline Cell read_cell(const Attend & a, const Split & split, int64_t 
     return is_exact(a, key, query) || seen == -INFINITY ? Cell{ -INFINITY, 0.0f, 0.0f } : Cell{ seen, of_k, of_v };
 }
 
-// A block's work, as attend_cells'.
+// Does the work of a block, as attend_cells does.
 template <int F> __device__ void attend_pairs(const Job & job, const Split & split) {
-    const Attend &       a = job.c.a;
-    const Layer &        l = a.layer;
+    const Attend &       a    = job.c.a;
+    const Layer &        l    = a.layer;
     const int            warp = (int) threadIdx.x / WARP, lane = (int) threadIdx.x % WARP;
     const PairsShared<F> block(block_memory, l);
     const Shared<F>      s      = block.of_warp(warp);
@@ -332,18 +335,19 @@ template <int F> __device__ void attend_pairs(const Job & job, const Split & spl
         for (int q = 0; q < QUARTERS; ++q) {
             const int  of_tile = 16 * q + lane % 16,
                        at      = c0 + lane / 16 * TILE + of_tile; // the cell that the lane reads
-            const Cell cell    = at < split.cells ?
-                                     read_cell(a, split, split.first + at, query, k_tiles + lane / 16 * k_next + of_tile,
-                                               v_tiles + lane / 16 * v_next + of_tile) :
-                                     Cell{ -INFINITY, 0.0f, 0.0f };
-            Logits<F>  logits  = {};
+            const Cell cell   = at < split.cells ?
+                                    read_cell(a, split, split.first + at, query, k_tiles + lane / 16 * k_next + of_tile,
+                                              v_tiles + lane / 16 * v_next + of_tile) :
+                                    Cell{ -INFINITY, 0.0f, 0.0f };
+            Logits<F>  logits = {};
             if (s.plan->keys.runs.halves) {
-                add_halves(s, a.qt + split.row * l.n_group * l.width_k, l.width_k, l.n_group, k_tiles, k_next, q, logits.of);
+                add_halves(s, a.qt + split.row * l.n_group * l.width_k, l.width_k, l.n_group, k_tiles, k_next, q,
+                           logits.of);
             }
             make_logits(s, l, cell, query_rows, kept_products(s, q), logits);
             keep_logits(s, q, logits, top);
             scales[q * WARP] = cell.scale;
-            top_scale        = fmaxf(top_scale, cell.scale); // not of values that are NaN
+            top_scale        = fmaxf(top_scale, cell.scale); // Scales of NaN do not count.
         }
         const float weight_step = warp_max(top_scale) * WEIGHT_STEP;
 #pragma unroll
@@ -360,7 +364,7 @@ template <int F> __device__ void attend_pairs(const Job & job, const Split & spl
         }
         __syncwarp();
         add_pair(s, v_tiles, v_next, rows);
-        __syncwarp(); // all reads of weights are done
+        __syncwarp(); // All reads of weights are done.
     }
     merge_warps(block, rows);
     store_split(block.of_warp(0), a, split.result, rows);

@@ -1,12 +1,12 @@
-// plan.cuh: what the decode kernel needs of a layer's head. The host makes it once, and a block copies it at its start:
-// a lane that walks over the bands would wait for each.
+// plan.cuh: the data of a layer's head that the decode kernel needs. The host computes it once, and a block copies it
+// at its start, because a lane that reads one band after the other would wait for each.
 #pragma once
 
 #include "runs.cuh"
 
 namespace subkv::cuda {
 
-// Of keys. Steps: by band, distance of values, relative to the row's scale; 1 for halves.
+// The plan of keys. `step` is the distance of a band's values, relative to the row's scale, or 1 for halves.
 struct KeysPlan {
     Runs  runs;
     float step[MAX_BANDS];
@@ -22,7 +22,7 @@ struct alignas(16) Plan {
     KeysPlan keys;
     float    value_step[MAX_BANDS];
     Runs     values[WARPS]; // a contiguous part of the octets for each warp
-    int32_t  v_halves;      // 1: some bands of the values are halves
+    int32_t  v_halves;      // 1 if some bands of the values are halves
 
     Plan() = default;
 

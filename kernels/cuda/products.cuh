@@ -1,9 +1,9 @@
 // products.cuh: products of bytes by tensor cores, m8n8k16 on sm_75, larger ones from sm_80 on.
 //
 // In a product of 8 rows and 8 columns with depth 16, lane l of the warp has
-//   left    row l / 4, depths 4 * (l % 4) to + 3: the bytes of a word, signed
+//   left    row l / 4, four depths from 4 * (l % 4) on, the signed bytes of a word
 //   right   column l / 4, the same depths
-//   sum     row l / 4, columns 2 * (l % 4) and + 1
+//   sum     row l / 4, columns 2 * (l % 4) and 2 * (l % 4) + 1
 // All lanes of a warp call these together. tests/kernels/emulated defines emulated::product for a CPU.
 #pragma once
 
@@ -11,7 +11,8 @@
 
 namespace subkv::cuda {
 
-// For 16 rows: `sum` and `left` hold rows l / 4 first, then rows 8 + l / 4. right: signed.
+// Adds the products of 16 rows. The first half of `sum` and `left` are of row l / 4, and the second half of `sum` and
+// left_8 of row 8 + l / 4. `right` is signed.
 __device__ inline void add_product_16(int (&sum)[4], uint32_t left, uint32_t left_8, uint32_t right) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
@@ -30,8 +31,8 @@ __device__ inline void add_product_16(int (&sum)[4], uint32_t left, uint32_t lef
 #endif
 }
 
-// 16 rows, or 8 without left_8, and twice the depth: words 0 have depths 0 to 15, words 1 16 to 31. right: unsigned,
-// except with SIGNED.
+// Does this with twice the depth. Words 0 have depths 0 to 15, and words 1 depths 16 to 31. Without ALL_ROWS, the
+// second half of `sum` is not used. `right` is unsigned, except with SIGNED.
 template <bool ALL_ROWS, bool SIGNED = false>
 __device__ inline void add_deep_product(int (&sum)[4], const uint32_t (&left)[2], const uint32_t (&left_8)[2],
                                         const uint32_t (&right)[2]) {

@@ -1,8 +1,7 @@
-// project.cu: queries in the coefficients of the keys, qt = scale gamma D_k q, and shift = scale mean . q.
-//   for the tile kernel    one warp per coefficient (and one for the shift), all query heads of the group; one block row
-//                          per token and KV head
-//   for the decode kernel  one block per token and KV head, which also quantizes the queries (queries.cuh); another one
-//                          may store the token's exact rows
+// project.cu: computes queries in the coefficients of the keys, qt = scale gamma D_k q, and shift = scale mean . q.
+//   for the tile kernel    A warp computes one coefficient, or the shift, for all query heads of a token and KV head.
+//   for the decode kernel  A block computes a token and KV head, and quantizes the queries (queries.cuh). Another block
+//                          may store the token's exact rows.
 #include "exact.cuh"
 #include "queries.cuh"
 
@@ -14,7 +13,7 @@ namespace {
 
 constexpr int GROUP = 4; // query heads whose products are summed at a time
 
-// A row of a basis, or the mean. A lane has the elements COLUMNS * lane to + COLUMNS - 1 of each part.
+// A row of a basis, or the mean. A lane has COLUMNS elements of each part, from COLUMNS * lane on.
 struct Row {
     static constexpr int PARTS = (MAX_HEAD_SIZE + ROW - 1) / ROW;
 
@@ -43,7 +42,7 @@ struct Row {
                     continue;
                 }
 #pragma unroll
-                for (int g = 0; g < GROUP; ++g) { // without a query head: the last one again
+                for (int g = 0; g < GROUP; ++g) { // Missing query heads repeat the last one.
                     const float * of = q + min(g0 + g, a.layer.n_group - 1) * a.q_head + j;
 #pragma unroll
                     for (int y = 0; y < COLUMNS; ++y) {
@@ -62,8 +61,8 @@ struct Row {
     }
 };
 
-// One block per token and KV head, for 4 * F query rows. A warp multiplies ROWS_AT_ONCE rows of the basis at a time; lane l
-// then has the product of row l / (4 * F) and query l % (4 * F).
+// A block computes a token and KV head, for 4 * F query rows. A warp multiplies ROWS rows of the basis at a time. Lane
+// l then has the product of row l / (4 * F) and query l % (4 * F).
 constexpr int BLOCK       = 512;
 constexpr int BLOCK_WARPS = BLOCK / WARP;
 
@@ -75,9 +74,9 @@ struct ProjectJob {
 template <int F> struct ProjectShared {
     KeysPlan * keys;
     Queries<F> queries;
-    float *    q;     // [4 * F][d_k]
-    float *    qt;    // [4 * F][width_k + 1]: products with the basis, and with the mean
-    size_t     bytes; // of both kinds of blocks
+    float *    q;  // [4 * F][d_k]
+    float *    qt; // [4 * F][width_k + 1] products with the basis, and with the mean
+    size_t     bytes;
 
     __host__ __device__ ProjectShared(unsigned char * base, const Layer & l) : queries(nullptr, l.width_k) {
         Carve shared{ base };
@@ -89,7 +88,7 @@ template <int F> struct ProjectShared {
     }
 };
 
-// A block stores the exact rows of a token and KV head, and makes the cell's scales SCALE_NAN.
+// Stores the exact rows of a token and KV head, and sets the cell's scales to SCALE_NAN. A block calls this.
 __device__ void store_rows(const Attend & a, const StoreRows & s, int64_t token, int h) {
     const Layer & l    = a.layer;
     const int     lane = (int) threadIdx.x % WARP, warp = (int) threadIdx.x / WARP;
@@ -121,7 +120,7 @@ __device__ void store_rows(const Attend & a, const StoreRows & s, int64_t token,
         const int64_t slot  = first + lane;
         uint32_t      found = __ballot_sync(ALL, slot < s.n_slots && s.slots[slot].token == token);
 #pragma unroll 1
-        for (; found != 0; found &= found - 1) { // more than one if the token has several sequences
+        for (; found != 0; found &= found - 1) { // A token of several sequences has several slots.
             copy(s.window + (first + __ffs((int) found) - 1) * exact_width(l), lane, WARP);
         }
     }
@@ -153,7 +152,7 @@ template <int ROWS, int PARTS> struct BasisRows {
         }
     }
 
-    // The product of row lane / N and query lane % N. q: [N][d] in shared memory
+    // Returns the product of row lane / N and query lane % N. q is [N][d] in shared memory.
     template <int N> __device__ float project(const float * q, int d) const {
         const int column      = COLUMNS * ((int) threadIdx.x % WARP);
         float     total[WARP] = {};
@@ -178,7 +177,7 @@ template <int ROWS, int PARTS> struct BasisRows {
         return sum_of_each(total);
     }
 
-    // The product of the first row and one query, in all lanes.
+    // Returns the product of the first row and one query in all lanes.
     __device__ float project_one(const float * q, int d) const {
         float sum = 0.0f;
 #pragma unroll
@@ -205,13 +204,13 @@ template <int F> __device__ void read_queries(const ProjectShared<F> & s, const 
     const int      word = min((int) threadIdx.x, (int) (sizeof(KeysPlan) / sizeof(uint32_t)) - 1);
     const uint32_t of   = keys[word];
 #pragma unroll 1
-    for (int i = (int) threadIdx.x; i < 4 * F * d; i += BLOCK) { // without a query head: the last one again
+    for (int i = (int) threadIdx.x; i < 4 * F * d; i += BLOCK) { // Missing query heads repeat the last one.
         s.q[i] = a.q[(h * G + min(i / d, G - 1)) * a.q_head + token * a.q_token + i % d];
     }
     reinterpret_cast<uint32_t *>(s.keys)[word] = of;
 }
 
-// Stores the coefficients of a token's queries, and the queries' words. row: number of the first of them
+// Stores the coefficients of a token's queries, and the queries' words. `row` is the number of the KV head and token.
 template <int F>
 __device__ void store_queries(const ProjectShared<F> & s, const Attend & a, int64_t row, int rank, int pitch) {
     const Layer & l = a.layer;
@@ -234,7 +233,7 @@ __device__ void store_queries(const ProjectShared<F> & s, const Attend & a, int6
     }
 }
 
-// PARTS: of ROW elements of a row
+// A row has PARTS parts of ROW elements.
 template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_decode_kernel(ProjectJob job) {
     constexpr int  N     = 4 * F; // query rows
     constexpr int  ROWS  = WARP / N;
@@ -246,7 +245,7 @@ template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_
         store_rows(a, job.store, token, h);
         return;
     }
-    // what the first products need is read at once, and then the basis, whose address is in the codec
+    // The operands of the first products are read at once, and then the basis, whose address is in the codec.
     const HeadCodec & codec = l.k[h];
     const int         d = l.d_k, rank = codec.rank, pitch = l.width_k + 1;
     const uint16_t *  decode = codec.decode.halves;
@@ -259,7 +258,7 @@ template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_
     BasisRows<ROWS, PARTS> basis;
     BasisRows<1, PARTS>    of_mean;
     basis.load(decode, warp, rank, d);
-    // the last warp also multiplies the mean: without gamma, since it is added back unscaled
+    // The last warp also multiplies the mean, without gamma, because the mean is added back unscaled.
     const bool adds_mean = warp == BLOCK_WARPS - 1 && mean != nullptr;
     of_mean.load(adds_mean ? mean : decode, 0, 1, d);
     __syncthreads();
@@ -297,7 +296,7 @@ __global__ void project_kernel(Attend a) {
     if (i < codec.rank) {
         const Row basis(codec.decode.halves + (int64_t) i * codec.d, codec.d);
         basis.project(a, q, l.scale * l.gamma[h], a.qt + (h * n_rows + row) * l.width_k + i, l.width_k);
-    } else if (i == l.width_k) { // not times gamma, since the mean is added back unscaled
+    } else if (i == l.width_k) { // This lacks gamma, because the mean is added back unscaled.
         float * shift = a.shift + h * n_rows + row;
         if (l.mean[h] != nullptr) {
             Row(l.mean[h], codec.d).project(a, q, l.scale, shift, 1);

@@ -1,5 +1,5 @@
-// prompt.cu: the rows for a prompt's flash attention, which ggml's own kernels compute. A cell is decoded once for all
-// tokens of the batch. One softmax covers all keys of a token, so queries need no projection and results no merge.
+// prompt.cu: computes the rows that ggml's flash attention reads for a prompt. A cell is decoded once for all tokens of
+// the batch. One softmax covers all keys of a token, so queries need no projection and results no merge.
 // research/notes/roofline.md counts the cost.
 #include "coefficients.cuh"
 #include "exact.cuh"
@@ -25,7 +25,7 @@ constexpr int PARTS = TILE / SIDE; // parts of a tile
 struct Shared {
     Octets   octets;
     __half * x;       // keys [TILE][width + PAD], values [width][TILE + PAD], times inverse
-    float *  scale;   // [TILE] of the rows
+    float *  scale;   // [TILE] scales of the rows
     float *  bound;   // [TILE] a bound of their coefficients
     float *  inverse; // [TILE] 1 / bound
     float *  sums;    // [WARPS][SIDE][SIDE]
@@ -46,7 +46,8 @@ struct Shared {
     }
 };
 
-// out [TILE][d]: x times D for one head and tile, up to n_kv; a warp computes 16 columns of all cells at a time.
+// out [TILE][d] = gamma * x times D + mean for the first n cells of a head's tile. A warp computes 16 columns of all
+// cells at a time.
 template <typename Coefficients>
 __device__ void decode_tile(const HeadCodec & codec, const Shared & s, bool value, float gamma, const uint16_t * mean,
                             int n, uint16_t * out) {
@@ -74,13 +75,13 @@ __device__ void decode_tile(const HeadCodec & codec, const Shared & s, bool valu
         for (int part = 0; part < PARTS; ++part) {
             wmma::store_matrix_sync(room, sum[part], (unsigned) SIDE, wmma::mem_row_major);
             __syncwarp();
-            const int c = part * SIDE + lane / 2, first = lane % 2 * (SIDE / 2); // half a row each
+            const int c = part * SIDE + lane / 2, first = lane % 2 * (SIDE / 2); // Each lane writes half a row.
             if (c < n) {
                 Halves halves;
                 for (int e = 0; e < SIDE / 2; ++e) {
                     const float at = mean == nullptr ? 0.0f : from_half(mean[j + first + e]);
                     const float y  = fmaf(gamma * s.bound[c], room[lane / 2 * SIDE + first + e], at);
-                    // finite: masked cells have weight 0, and 0 * inf is NaN (lost_kernel)
+                    // The row must be finite, because masked cells have weight 0, and 0 * inf is NaN.
                     halves.x[e] = __float2half_rn(fminf(fmaxf(y, -65504.0f), 65504.0f));
                 }
                 *reinterpret_cast<Halves *>(out + (int64_t) c * d + j + first) = halves;
@@ -90,7 +91,7 @@ __device__ void decode_tile(const HeadCodec & codec, const Shared & s, bool valu
     }
 }
 
-// One block per tile, head and side, and stream.
+// Decodes cells, with a block per tile, head and side, and stream.
 __global__ void cells_kernel(Prompt p) {
     const Attend &    a      = p.c.a;
     const Layer &     l      = a.layer;
@@ -132,16 +133,16 @@ __global__ void cells_kernel(Prompt p) {
     }
 }
 
-// The first window slot of a stream.
+// Returns the first window slot of a stream.
 __device__ int64_t first_slot(const Prompt & p, int64_t stream) {
     return p.c.a.n_stream > 1 ? p.c.a.tokens[stream * p.c.a.n_tps].first_slot : 0;
 }
 
-// One block per row after the cells, and stream.
+// Copies the rows behind those of the cells, with a block per row and stream.
 __global__ void exact_rows_kernel(Prompt p) {
     const Attend &   a      = p.c.a;
     const Layer &    l      = a.layer;
-    const int64_t    i      = blockIdx.x; // slots, tokens, zeros
+    const int64_t    i      = blockIdx.x; // number of the row: slots, then tokens, then zeros
     const int64_t    stream = blockIdx.y;
     const int64_t    width  = exact_width(l);
     const uint16_t * row    = nullptr;
@@ -156,7 +157,7 @@ __global__ void exact_rows_kernel(Prompt p) {
         const int     e         = value ? j - p.n_heads * l.d_k : j; // element of these heads' keys or values
         const int     from      = (value ? l.n_head_kv * l.d_k : 0) + p.first * d + e;
         const int64_t at        = ((stream * p.n_heads + e / d) * p.n_rows + a.n_kv + i) * d + e % d;
-        const bool    bad       = row != nullptr && (row[from] & 0x7c00) == 0x7c00; // lost_kernel
+        const bool    bad       = row != nullptr && (row[from] & 0x7c00) == 0x7c00; // See lost_kernel.
         (value ? p.v : p.k)[at] = row == nullptr || bad ? (uint16_t) 0 : row[from];
     }
 }
@@ -177,7 +178,7 @@ __device__ float prompt_bias(const Prompt & p, int64_t token, int64_t row) {
     return cell < 0 ? -INFINITY : mask_value(a, token * a.n_kv + cell);
 }
 
-// One block per THREADS rows and token.
+// Writes the mask, with a block per THREADS rows and token.
 __global__ void mask_kernel(Prompt p) {
     const int64_t row = (int64_t) blockIdx.x * THREADS + threadIdx.x, token = blockIdx.y;
     if (row < p.n_rows) {
@@ -185,7 +186,7 @@ __global__ void mask_kernel(Prompt p) {
     }
 }
 
-// Is a row of these heads not finite? Then the kernels above have stored zeros.
+// Returns whether a row of these heads is not finite. The kernels above have stored zeros for such rows.
 __device__ bool is_bad(const Prompt & p, int64_t stream, int64_t row) {
     const Attend & a   = p.c.a;
     const Layer &  l   = a.layer;
@@ -208,7 +209,8 @@ __device__ bool is_bad(const Prompt & p, int64_t stream, int64_t row) {
     return bad;
 }
 
-// One block per token: its output is NaN if it sees a row that is not finite. Layers without such rows take no time.
+// Sets a token's output to NaN if the token sees a row that is not finite, with a block per token. Layers without such
+// rows take no time.
 __global__ void lost_kernel(Prompt p) {
     const Attend & a     = p.c.a;
     const int64_t  token = blockIdx.x;
@@ -228,7 +230,7 @@ __global__ void lost_kernel(Prompt p) {
 
 } // namespace
 
-// Shared memory: the maximum for keys and for values.
+// Returns the bytes of shared memory for keys or values, the larger number.
 static size_t shared_bytes(const Layer & layer) {
     return std::max(Shared(nullptr, layer.width_k, false).bytes, Shared(nullptr, layer.width_v, true).bytes);
 }

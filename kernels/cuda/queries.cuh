@@ -1,18 +1,18 @@
-// queries.cuh: the quantized queries of a token and KV head, as project writes them and the decode kernel copies them to
-// shared memory: right factors of its products [F][pairs][WARP], the steps of 4 * F query rows, and their centres.
+// queries.cuh: the quantized queries of a token and KV head, as project writes them and the decode kernel copies them
+// to shared memory. They are the right factors of its products, and the steps and centres of 4 * F query rows.
 #pragma once
 
 #include "plan.cuh"
 
 namespace subkv::cuda {
 
-constexpr int FOUR = 4; // query rows of a product's eight columns: row 4 * i + g has columns 2 * g (high), 2 * g + 1
+constexpr int FOUR = 4; // query rows of a product; row 4 * i + g has columns 2 * g (high bytes) and 2 * g + 1
 
 template <int F> struct Queries {
     uint32_t * words;  // [F][pairs][WARP]
     float *    step;   // [4 * F]
-    uint32_t * centre; // [4 * F]: twice the sum of the bytes' zeros, in steps, modulo 2^32
-    int        pairs;  // of octets of keys
+    uint32_t * centre; // [4 * F] twice the products with the zeros of all codes, in steps, modulo 2^32
+    int        pairs;  // pairs of octets of keys
 
     __host__ __device__ Queries(uint32_t * at, int width_k) : words(at), pairs((width_k / 8 + 1) / 2) {
         step   = reinterpret_cast<float *>(words + F * pairs * WARP);
@@ -22,10 +22,10 @@ template <int F> struct Queries {
     __host__ __device__ static int size(int width_k) { return F * ((width_k / 8 + 1) / 2 * WARP + 8); }
 };
 
-// A warp quantizes query row g, of coefficients `row`. Words of missing rows and octets stay zero.
+// Quantizes query row g with the coefficients `row`. A warp calls this. Words of missing rows and octets stay zero.
 template <int F> __device__ void quantize_row(const Queries<F> & to, const KeysPlan & keys, const float * row, int g) {
     const int lane    = (int) threadIdx.x % WARP;
-    float     largest = 0.0f, bad = 0.0f; // bad: NaN if a coefficient is not finite
+    float     largest = 0.0f, bad = 0.0f; // bad is NaN if a coefficient is not finite.
 #pragma unroll 1
     for (int r = 0; r < keys.runs.n; ++r) {
         const Run   run      = keys.runs.run[r];
@@ -46,13 +46,13 @@ template <int F> __device__ void quantize_row(const Queries<F> & to, const KeysP
         const float key_step = keys.step[run.band()];
         const int   n        = run.halves() ? 0 : 2 * run.n();
 #pragma unroll 1
-        for (int w = lane; w < n; w += WARP) { // words, in the order of interleave (levels.cuh)
+        for (int w = lane; w < n; w += WARP) { // Words are in the order of interleave (levels.cuh).
             const int octet = run.first() + w / 2;
             uint32_t  high = 0, low = 0;
             for (int i = 0; i < 4; ++i) {
                 const int j     = 8 * octet + 2 * (w % 2) + i / 2 + 4 * (i % 2);
                 const int value = __float2int_rn(row[j] * key_step * inverse);
-                const int upper = (value + 128) >> 8; // both bytes are signed
+                const int upper = (value + 128) >> 8; // Both bytes are signed.
                 high |= (uint32_t) (upper & 255) << 8 * i;
                 low |= (uint32_t) (value & 255) << 8 * i;
                 centre += (uint32_t) (value * zero);

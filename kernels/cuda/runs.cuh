@@ -1,5 +1,5 @@
-// runs.cuh: a head's bands in the order of the decode kernel: runs of octets of one width, so that code that depends on
-// the width is outside its loops. The host fills them (plan.cuh).
+// runs.cuh: a head's bands as runs of octets of one width, so that the decode kernel selects code for a width outside
+// its loops. The host fills them (plan.cuh).
 #pragma once
 
 #include "levels.cuh"
@@ -18,14 +18,14 @@ struct alignas(8) Run {
 
     __device__ int      at() const { return where & 0xFFFF; } // offset of their lines in the tile
     __device__ int      first() const { return where >> 16 & 255; }
-    __device__ int      band() const { return (int) (where >> 24); } // number
+    __device__ int      band() const { return (int) (where >> 24); } // number of the band
     __device__ int      n() const { return what & 255; }
     __device__ int      on_path() const { return what >> 8 & 1; }
     __device__ bool     halves() const { return (what & 1u << (9 + 16)) != 0; }
     __device__ uint32_t kind() const { return what >> 9 & 0x1FFFF; } // 1 << bits
     __device__ uint32_t levels() const { return what >> 26; }        // number of its entry in LEVELS
 
-    // level_zero of its codes
+    // Returns level_zero of the run's codes.
     __device__ int zero() const {
         const bool wide = kind() == 1 << 8 || (on_path() && kind() > 1 << 4);
         return wide ? level_zero(8, false) : on_path() ? level_zero(4, true) : (int) kind() - 1;
@@ -39,16 +39,16 @@ struct alignas(4) Place {
     bool     wrapped;
 };
 
-// Adjacent octets of a head, without empty ones.
+// Adjacent octets of a head, in runs that are not empty.
 struct Runs {
     Run   run[MAX_BANDS];
-    Place before[2]; // one and two places before their first octet on the path
+    Place before[2]; // the octets one and two places before the first octet on the path
     int   n;
-    bool  on_path; // any octet is on the path
+    bool  on_path; // whether any octet is on the path
     bool  halves;
 };
 
-// The octet at a place of the path, -2 or higher.
+// Returns the octet at a place of the path, which is -2 or higher.
 inline Place place_of(const HeadCodec & codec, int place) {
     int n_path = 0;
     for (int b = 0; b < codec.n_bands; ++b) {
@@ -114,8 +114,8 @@ template <typename F> __device__ inline void by_width(uint32_t kind, const F & f
     }
 }
 
-// Decoders of values: of codes of 2 and 3 bits (Width<3>), of 4, of 5 and 6 (Width<6>), and of 8. A decoder for each
-// width would be more code, which a GPU fetches cold.
+// Calls f with the width that selects the decoder of values, which is 3 for codes of 2 and 3 bits, and 6 for codes of 5
+// and 6 bits. A decoder for each width would be more code, which a GPU has to fetch first.
 template <typename F> __device__ inline void by_decoder(uint32_t kind, const F & f) {
     if (kind & 1 << 4) {
         f(Width<4>{});
@@ -130,7 +130,7 @@ template <typename F> __device__ inline void by_decoder(uint32_t kind, const F &
 
 template <int BITS> constexpr bool one_width = BITS == 4 || BITS == 8;
 
-// The width among those of a decoder.
+// Calls f with the width of the codes, one of those that the decoder reads.
 template <int BITS, typename F> __device__ inline void by_width_of(uint32_t kind, const F & f) {
     if (!one_width<BITS> && (kind & 1 << BITS) == 0) {
         f(Width<BITS - 1>{});

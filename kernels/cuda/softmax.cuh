@@ -1,4 +1,4 @@
-// softmax.cuh: parts of the decode kernel (attend_decode.cu), which make logits and weights of a quarter of a step's
+// softmax.cuh: parts of the decode kernel (attend_decode.cu) that compute logits and weights of a quarter of a step's
 // cells, and write a block's results.
 #pragma once
 
@@ -7,13 +7,13 @@
 
 namespace subkv::cuda {
 
-// A block's copy of adjacent numbers to shared memory.
+// Copies adjacent numbers to shared memory. A block calls this.
 __device__ inline void copy_all(void * to, const void * from, int bytes) {
     const int at = (int) threadIdx.x * (int) sizeof(Sixteen);
     copy_part((uint8_t *) to + at, (const uint8_t *) from + at, bytes - at, THREADS);
 }
 
-// Numbers of a thread's query rows: element f is row FOUR * f + lane % FOUR.
+// The shift and the slope of a thread's query rows. Element f is that of row FOUR * f + lane % FOUR.
 template <int F> struct QueryRows {
     float shift[F], slope[F];
 
@@ -29,17 +29,17 @@ template <int F> struct QueryRows {
     }
 };
 
-// Of the thread's cell of a step, which other lanes need.
+// The bias and the scales of a thread's cell of a step, which other lanes need.
 struct Cell {
     float bias, key_scale, scale;
 };
 
-// The logits of these rows and cells 16 * quarter + 8 * e + lane / 4 of tile t, and their maxima.
+// The logits of[f][t][e] of these rows and cell 16 * quarter + 8 * e + lane / 4 of tile t, and their maxima.
 template <int F> struct Logits {
     float of[F][MOST_TILES][2], top[F];
 };
 
-// logits: the sums of halves
+// Computes logits, in which add_halves has left the sums of halves.
 template <int F>
 __device__ inline void make_logits(const Shared<F> & s, const Layer & l, const Cell & cell, const QueryRows<F> & query,
                                    const Products<F> & products, Logits<F> & logits) {
@@ -52,13 +52,13 @@ __device__ inline void make_logits(const Shared<F> & s, const Layer & l, const C
     for (int t = 0; t < MOST_TILES; ++t) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const int   of         = 16 * t + 8 * e + lane / 4; // lane that read the cell
+            const int   of         = 16 * t + 8 * e + lane / 4; // the lane that read the cell
             const float cell_bias  = __shfl_sync(ALL, cell.bias, of);
             const float cell_scale = __shfl_sync(ALL, cell.key_scale, of);
 #pragma unroll
             for (int f = 0; f < F; ++f) {
                 const int g = FOUR * f + lane % FOUR;
-                // exact: 2 * 256 codes * 255 * 32639 fits 32 bits
+                // No overflow: 2 * 256 codes * 255 * 32639 fits 32 bits.
                 const auto twice =
                     (int) (2 * (256 * (uint32_t) products.sum[f][t][2 * e] + (uint32_t) products.sum[f][t][2 * e + 1]) -
                            s.queries.centre[g]);
@@ -73,7 +73,7 @@ __device__ inline void make_logits(const Shared<F> & s, const Layer & l, const C
     }
 }
 
-// Moves a row's state to cells whose largest logit is `here`. Returns the logit to which their weights are relative.
+// Updates a row's state for cells whose largest logit is `here`. Returns the logit to which their weights are relative.
 __device__ inline float move_row(Softmax & row, float here, float weight_step) {
     const float old  = row.m;
     row.m            = fmaxf(old, here);
@@ -85,13 +85,13 @@ __device__ inline float move_row(Softmax & row, float here, float weight_step) {
     return here == -INFINITY ? 0.0f : here;
 }
 
-// Stores the weights of the thread's logits, of a quarter of the cells. scale: of its cell's value, in units of the
-// weights
+// Stores the weights of the thread's logits in a quarter of the cells. `scale` is that of its cell's value, in units of
+// the weights.
 template <int F>
 __device__ inline void store_weights(const Shared<F> & s, int quarter, const Logits<F> & logits, float scale,
                                      Softmax (&rows)[F]) {
     const int lane = (int) threadIdx.x % WARP;
-    // the places of cell 16 * quarter + lane / 4 among the words of quarter 2 * (quarter % 2), of query row lane % FOUR
+    // the place of the weight of cell 16 * quarter + lane / 4 for query row lane % FOUR, in the order of read_weights
     uint8_t * const at     = s.weights + 2 * (lane % FOUR) * WEIGHT_PITCH + lane / 16 * (TILE / 2) + quarter % 2 * 16 +
                              lane / 4 % 4 * 2 + quarter / 2;
     const bool      halves = s.plan->v_halves != 0;
@@ -104,7 +104,7 @@ __device__ inline void store_weights(const Shared<F> & s, int quarter, const Log
             for (int f = 0; f < F; ++f) {
                 const float p     = exponential(logits.of[f][t][e] - logits.top[f]);
                 rows[f].z         = fmaf(p, rows[f].plain_factor, rows[f].z);
-                rows[f].z         = p > 0.0f ? fmaf(cell_scale, 0.0f, rows[f].z) : rows[f].z; // NaN if the value is
+                rows[f].z         = p > 0.0f ? fmaf(cell_scale, 0.0f, rows[f].z) : rows[f].z; // NaN if the value is NaN
                 const auto weight = (uint32_t) __float2int_rn(p * cell_scale);
                 uint8_t *  to     = at + 8 * f * WEIGHT_PITCH + t * TILE + e * 8;
                 to[0]             = (uint8_t) (weight >> 8);
@@ -118,7 +118,7 @@ __device__ inline void store_weights(const Shared<F> & s, int quarter, const Log
     }
 }
 
-// Writes the sums of this warp's octets, and the rows' states. first: number of the first query row of the split
+// Writes the sums of this warp's octets, and the rows' states. `first` is the number of the split's first query row.
 template <int F>
 __device__ inline void store_split(const Shared<F> & s, const Attend & a, int64_t first, Softmax (&rows)[F]) {
     const int    G = a.layer.n_group, lane = (int) threadIdx.x % WARP, warp = (int) threadIdx.x / WARP;

@@ -1,5 +1,5 @@
-// tiles.cuh: reads a head's tile, an octet at a time (format: kernels/include/subkv/tiles.h). Reading converts codes on
-// a path (trellis.h) to levels, four in a word: bytes like codes of 8 bits.
+// tiles.cuh: reads a head's tile (subkv/tiles.h), an octet at a time. It converts codes on a path (trellis.h) to
+// levels, four in a word, which are bytes like codes of 8 bits.
 #pragma once
 
 #include "device.cuh"
@@ -9,11 +9,11 @@ namespace subkv::cuda {
 
 constexpr int NO_PLACE = 255;
 
-// Octet number i of a head: its coefficients 8 * i to 8 * i + 7.
+// Octet number i of a head has its coefficients 8 * i to 8 * i + 7.
 struct alignas(8) Octet {
     uint16_t line;  // first line in the tile (lines of TILE bytes)
-    uint8_t  bits;  // per code; 16: halves
-    uint8_t  place; // place on its lane of the path (trellis.h); NO_PLACE: none
+    uint8_t  bits;  // bits per code, 16 for halves
+    uint8_t  place; // place on its lane of the path (trellis.h), or NO_PLACE
     float    step;  // distance of values, relative to the row's scale; 1 for halves
 
     __host__ __device__ int at() const { return TILE * line; }
@@ -24,9 +24,9 @@ struct Octets {
     Octet *   octet;
     uint8_t * path;
     int       n, n_path;
-    bool      lanes; // PATH_LANES: place 0 has no preceding choices
+    bool      lanes; // whether the path is PATH_LANES, so that no choices precede place 0
 
-    // Room for a head of `rank` coefficients.
+    // Takes memory for a head of `rank` coefficients.
     __host__ __device__ static Octets take(Carve & shared, int rank) {
         Octets octets = {};
         octets.octet  = shared.take<Octet>((size_t) rank / 8);
@@ -34,7 +34,7 @@ struct Octets {
         return octets;
     }
 
-    // The octet at a place, -n_path or higher.
+    // Returns the octet at a place, which is -n_path or higher.
     __device__ const Octet & at_place(int place) const { return octet[path[place < 0 ? place + n_path : place]]; }
 };
 
@@ -58,16 +58,16 @@ __device__ inline void fill_octets(const HeadCodec & codec, Octets & octets) {
     }
 }
 
-// A byte of read_bytes means byte - zero / 2 steps.
+// Returns `zero`, with which a byte of read_bytes means byte - zero / 2 steps.
 __device__ inline int zero_of(const Octet & octet) {
     return octet.place != NO_PLACE ? 255 : (1 << octet.bits) - 1;
 }
 
-constexpr uint32_t ONES = 0x01010101u; // in each of four codes: the bit that selects the levels of the next two places
+constexpr uint32_t ONES = 0x01010101u; // in each of four codes, the bit that selects the levels of the next two places
 
-// Codes of registers quarter and quarter + 4 (tiles.h), a byte each: one word of each, at byte `at` of their lines.
-//   K, of cell c: a dword at 4 * (c % 16), quarter c / 16: coefficients 0 to 3 and 4 to 7
-//   V, of coefficient j: a qword at 8 * j: cells 8 * quarter to + 7 and 32 + 8 * quarter to + 7
+// Reads codes of registers quarter and quarter + 4 (tiles.h), a byte each, from the words at byte `at` of their lines.
+//   K   dwords at 4 * (c % 16) with quarter c / 16 have coefficients 0 to 3 and 4 to 7 of cell c
+//   V   qwords at 8 * j have coefficient j of eight cells from 8 * quarter on, and of eight from 32 + 8 * quarter on
 template <int BITS, typename Word>
 __device__ inline void read_codes(const uint8_t * octet, int quarter, int at, Word (&codes)[2]) {
 #pragma unroll
@@ -86,24 +86,24 @@ __device__ inline void read_codes(const uint8_t * octet, int quarter, int at, Wo
     }
 }
 
-// Only the lowest bits of these codes, which select the levels of later places.
+// Reads only the choices, which are the lowest bits of these codes and select the levels of the next two places.
 template <typename Word>
 __device__ inline void read_choices(int bits, const uint8_t * octet, int quarter, int at, Word (&choice)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const TileField f = tile_fields(bits, 4 * half + quarter).field[0]; // contains bit 0
+        const TileField f = tile_fields(bits, 4 * half + quarter).field[0]; // the field with bit 0
         choice[half]      = *reinterpret_cast<const Word *>(octet + f.line * LINE + at) >> f.shift & (Word) -1 / 255;
     }
 }
 
-// The choices before place 0 are those of the previous lane's last places: lane j of a key's words becomes j + 1.
+// The choices before place 0 are those of the previous lane's last places, so lane j of a key's words becomes j + 1.
 __device__ inline void rotate_lanes(uint32_t (&choice)[2]) {
     const uint32_t low = choice[0];
     choice[0]          = low << 8 | choice[1] >> 24;
     choice[1]          = choice[1] << 8 | low >> 24;
 }
 
-// Choices of place `place` (-n_path or higher) of a key, cell `cell` of the tile.
+// Reads the choices at place `place`, which is -n_path or higher, of the key of cell `cell`.
 __device__ inline void choices_at(const Octets & octets, const uint8_t * tile, int place, int cell,
                                   uint32_t (&choice)[2]) {
     if (octets.lanes && place < 0) {
@@ -117,7 +117,7 @@ __device__ inline void choices_at(const Octets & octets, const uint8_t * tile, i
     }
 }
 
-// The same for values: lane j of the place and a quarter of the cells.
+// Does the same for values, for lane j of the place and a quarter of the cells.
 __device__ inline void choices_at(const Octets & octets, const uint8_t * tile, int place, int j, int quarter,
                                   uint64_t (&choice)[2]) {
     if (octets.lanes && place < 0) {
@@ -128,8 +128,8 @@ __device__ inline void choices_at(const Octets & octets, const uint8_t * tile, i
     read_choices(octet.bits, tile + octet.at(), quarter, 8 * (place < 0 ? (j + 7) % 8 : j), choice);
 }
 
-// Looks up four bytes in `table` (eight bytes): the low three bits of each byte are the index; if bit 3 is set, the
-// result is 0 where the table's byte is below 128.
+// Looks up four bytes in a table of eight bytes. The low three bits of each byte are the index. If bit 3 is set, the
+// result is 0, provided that the table's byte is below 128.
 __device__ inline uint32_t look_up(uint64_t table, uint32_t bytes) {
     const uint32_t pairs = bytes | bytes >> 4; // two nibbles each in bytes 0 and 2
 #if defined(__CUDA_ARCH__)
@@ -148,7 +148,7 @@ __device__ inline uint32_t look_up(uint64_t table, uint32_t bytes) {
 #endif
 }
 
-// max(k - bend, 0) for four magnitudes k, a byte each.
+// Returns max(k - bend, 0) for four magnitudes k, a byte each.
 template <int bend> __device__ inline uint32_t beyond(uint32_t k) {
     const uint32_t above = (k | 128 * ONES) - bend * ONES, is = above & 128 * ONES;
     return above & (is - (is >> 7));
@@ -164,10 +164,10 @@ __host__ __device__ constexpr uint64_t widened(int32_t bits, int32_t first) {
     return table;
 }
 
-// Levels plus 128 of four codes of a place, with the choices one and two places before.
+// Returns the levels plus 128 of four codes of a place, with the choices one and two places before.
 template <int BITS> __device__ inline uint32_t to_levels(uint32_t codes, uint32_t one, uint32_t two) {
     const uint32_t index = (codes ^ two) << 1 ^ one;
-    const uint32_t upper = (index >> BITS & ONES) * 255; // 255: upper half of the alphabet
+    const uint32_t upper = (index >> BITS & ONES) * 255; // 255 in the upper half of the alphabet
     uint32_t       k     = (index ^ ~upper) & ONES * ((1u << BITS) - 1);
     if (BITS <= 3) {
         constexpr uint64_t TABLE = widened(BITS, 0);
@@ -219,7 +219,7 @@ __device__ inline void read_bytes(const Octet & octet, const uint8_t * tile, int
     }
 }
 
-// Coefficient j of the octet and cell c, in a 16-bit band.
+// Returns coefficient j of cell c in an octet of a 16-bit band.
 __device__ inline const uint16_t * half_of(const uint8_t * octet, int j, int c) {
     return reinterpret_cast<const uint16_t *>(octet) + j * TILE + c;
 }

@@ -1,11 +1,12 @@
-// attend.glsl: ROWS query rows of a KV head over the coded cells of a split. A workgroup processes a tile at a time:
-// logits, one thread per cell; then sums of values, COEFFICIENTS per thread. It reads codes once for all rows.
+// attend.glsl: attention of ROWS query rows of a KV head to the coded cells of a split. A workgroup processes a tile at
+// a time. It computes logits with one thread per cell, and then sums of values with COEFFICIENTS per thread. It reads
+// codes once for all rows.
 //
-// keys.glsl and values.glsl: all arithmetic is f32. INTEGER_DOT, keys_dot.glsl and values_dot.glsl: queries and weights
-// are rounded to two bytes each, as in kernels/cuda/decode.cuh, and multiplied by four levels at a time.
+// With keys.glsl and values.glsl, all arithmetic is f32. With INTEGER_DOT, it uses keys_dot.glsl and values_dot.glsl,
+// which round queries and weights to two bytes each, as in kernels/cuda/decode.cuh, and multiply four levels at a time.
 //
-// Loops over rows and coefficients must be unrolled: they index registers, and in a real loop a driver selects every
-// register by a cascade of comparisons.
+// Loops over rows and coefficients must be unrolled, because they index registers, and in a real loop a driver selects
+// every register by a cascade of comparisons.
 #include "tables.glsl"
 
 layout(local_size_x = 64) in; // TILE
@@ -30,7 +31,7 @@ const bool RELATIVE = false; // weights are relative to the largest logit so far
 shared float tops[RANKED * PARTS];
 shared uint  lost_rows; // bits of rows whose result is NaN
 
-// The largest number of a row.
+// Returns the largest number of a row.
 float top_of(uint r) {
     float top = HIDDEN;
     for (uint i = 0; i < PARTS; ++i) {
@@ -39,7 +40,8 @@ float top_of(uint r) {
     return top;
 }
 
-// Choices of the last place but x, for cell c of a tile, as those before the first place: lane j becomes j + 1.
+// Returns the choices (levels.glsl) at place n_path - x of cell c. They precede the first place, so lane j becomes lane
+// j + 1.
 uvec2 choices_before(Head head, uint tile, uint c, uint x) {
     const Octet octet = octet_of(head, head.n_path - x);
     uint        words[2];
@@ -58,13 +60,13 @@ uvec2 choices_before(Head head, uint tile, uint c, uint x) {
 #    include "values.glsl"
 #endif
 
-// A split's work: query rows r0 to r0 + n_rows - 1 of a stream and KV head.
+// The work of a split, query rows r0 to r0 + n_rows - 1 of a stream and KV head.
 struct Work {
     uint h, stream, r0, n_rows;
     uint first; // number of the first query row
 };
 
-// Reads what the mask adds to a cell's logit of every row, or HIDDEN. Returns whether any row sees the cell.
+// Reads the mask's values for a cell and every row, or HIDDEN. Returns whether any row sees the cell.
 bool read_biases(Work w, uint cell, uint c_end, out float bias[ROWS]) {
     const int pos        = cell < c_end ? cell_pos[p.cell_pos_at + w.stream * p.n_kv + cell] : 0;
     bool      is_visible = false;
@@ -81,7 +83,7 @@ bool read_biases(Work w, uint cell, uint c_end, out float bias[ROWS]) {
     return is_visible;
 }
 
-// Makes logits of products, and `put`s them. Returns the bits of rows that the cell makes NaN.
+// Converts products to logits, and stores them with put(). Returns the bits of rows that the cell makes NaN.
 uint put_logits(Work w, uint me, const float bias[ROWS], bool bad_k, inout float logit[ROWS]) {
     const uint group = tables[N_GROUP];
     uint       lost  = 0;
@@ -113,7 +115,7 @@ void find_tops(uint me) {
     barrier();
 }
 
-// Writes a split's states and sums. lost: this thread's part of lost_rows
+// Writes a split's states and sums. `lost` is this thread's part of lost_rows.
 void store_split(Work w, uint me, uint out_row, Values values, uint lost, const float m[ROWS], const float z[ROWS],
                  const float acc[N_ACC]) {
     [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
@@ -196,7 +198,7 @@ void main() {
         }
         find_tops(me);
         bool  any = false;
-        float weight[ROWS], rise[ROWS]; // of the tile's largest one, and that one
+        float weight[ROWS], rise[ROWS]; // weight * rise is relative to the new maximum.
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
             const float here = top_of(r);
             weight[r]        = 0.0;

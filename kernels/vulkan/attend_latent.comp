@@ -1,8 +1,8 @@
 #version 450
 // attend_latent.comp: attend.glsl's op for a layer of latent attention, whose values are the first coefficients of its
 // keys. A workgroup processes ROWS query rows and a tile at a time. It decodes CHUNK coefficients of all cells to
-// shared memory and multiplies them by the queries; then it decodes them again and adds them with the weights. The sums
-// stay in `partial`, because no device has registers for ROWS times 512.
+// shared memory and multiplies them by the queries. Then it decodes them again and multiplies them by the weights. The
+// sums stay in `partial`, because no device has registers for ROWS times 512.
 //
 // All arithmetic is f32. Shared memory stays below 16 KiB, which every device supports.
 #extension GL_GOOGLE_include_directive : require
@@ -25,20 +25,21 @@ uint word_of(bool value, uint at) {
 const bool PATH_LANES = true;
 #include "octets.glsl"
 
-const uint THREADS = 128, CHUNK = 32, PITCH = TILE + 1, PARTS = 8; // PITCH: no bank conflicts between coefficients
-const uint HALF = ROWS / 2;    // rows per thread for logits: each half of the threads has half of the rows
+const uint THREADS = 128, CHUNK = 32, PITCH = TILE + 1, PARTS = 8; // PITCH avoids bank conflicts.
+const uint HALF = ROWS / 2;    // rows per thread for logits, because each half of the threads has half of the rows
 const uint QUARTER = ROWS / 4; // rows per thread for sums
 
 shared float xs[CHUNK * PITCH];
 shared float qs[ROWS * CHUNK];
 shared float weights[ROWS * TILE]; // first logits, then weights
 shared float tops[ROWS * PARTS];
-shared float keep[ROWS]; // factor on the earlier sums
-shared uint  visible[TILE / 32]; // bit of a cell: some row sees it
+shared float keep[ROWS]; // factor for the earlier sums
+shared uint  visible[TILE / 32]; // bits of cells that some row sees
 shared uint  lost_rows;          // bits of rows whose result is NaN
 
-// Decodes CHUNK coefficients of all cells, from `first` on. As values, those that are not finite are zeros: the keys
-// have made the result of every row that sees them NaN, and weight 0 times infinity must not reach the others.
+// Decodes CHUNK coefficients of all cells, from `first` on. As values, those that are not finite become zeros, because
+// as keys they have made the result of every row that sees them NaN, and weight 0 times infinity must not reach the
+// others.
 void stage(bool values, Head head, uint tile, uint first) {
     const uint cell = gl_LocalInvocationID.x % TILE, half_ = gl_LocalInvocationID.x / TILE;
     for (uint octet = half_; octet < CHUNK / 8; octet += THREADS / TILE) {
@@ -109,7 +110,7 @@ void main() {
             const bool shown = (visible[me / 32] >> me % 32 & 1u) != 0 && code != SCALE_NAN;
             scale[me]        = shown ? row_scale(code) : 0.0;
         }
-        const bool bad_k = (k_tiles[tile + mine / 4] >> 8 * (mine % 4) & 255u) == SCALE_NAN; // and the value
+        const bool bad_k = (k_tiles[tile + mine / 4] >> 8 * (mine % 4) & 255u) == SCALE_NAN; // for key and value
 
         float logit[HALF];
         [[unroll]] for (uint i = 0; i < HALF; ++i) {

@@ -1,6 +1,6 @@
 #version 450
-// combine.comp: merge the splits of attend, multiply by D_v, add the exact keys (stored window rows and those of this
-// ubatch) and attention sinks, normalise. One workgroup per query head and token.
+// combine.comp: merges the splits of attend, multiplies by D_v, adds the exact keys (window rows and rows of this
+// ubatch) and attention sinks, and normalises. There is one workgroup per query head and token.
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require // as in attend.comp
 #include "tables.glsl"
@@ -18,7 +18,7 @@ layout(std430, binding = 8) readonly buffer Sinks { float sinks[]; };
 layout(std430, binding = 9) writeonly buffer Out { float result[]; };
 
 layout(push_constant) uniform Push {
-    uint  m_at, z_at, acc_at, width_v, n_split; // of `partial`
+    uint  m_at, z_at, acc_at, width_v, n_split; // *_at are places in `partial`
     uint  q_at, q_head, q_token, fresh_at, window_at, mask_at, mask_half, tokens_at;
     uint  slots_at, slots_of_seq;
     uint  sinks_at, has_sinks, out_at, out_stride;
@@ -37,9 +37,9 @@ shared float query[MAX_HEAD_SIZE];
 shared float logits[THREADS]; // THREADS exact keys at a time
 shared uint  rows[THREADS];   // first word of the key's row
 shared float room[THREADS];
-shared uint  lost; // 1: the result is NaN
+shared uint  lost; // 1 if the result is NaN
 
-// Word i of a row that begins at `row`: of the window, or, with the highest bit set, of the fresh rows.
+// Returns word i of a row that begins at `row`, in the window, or if the highest bit is set, in the fresh rows.
 uint row_word(uint row, uint i) {
     return (row & 0x80000000u) != 0 ? fresh[(row & 0x7fffffffu) + i] : window[row + i];
 }
@@ -48,11 +48,11 @@ uint me = gl_LocalInvocationID.x;
 
 // The query row's softmax, and the thread's elements of the output, in private memory.
 float m = HIDDEN, z = 0.0, o[PER_THREAD];
-bool  fine = true; // no number that this thread has read makes the result NaN
+bool  fine = true; // whether no number that this thread has read makes the result NaN
 
-// Merges the splits of attend: the state, and the sums of coefficients in `coef`. row: in split 0
+// Merges the states of attend's splits, and their sums of coefficients in `coef`. `row` is the row in split 0.
 void merge_splits(uint row, uint rank) {
-    const uint stride = tables[N_HEAD_KV] * p.n_tokens * tables[N_GROUP]; // from one split to the next
+    const uint stride = tables[N_HEAD_KV] * p.n_tokens * tables[N_GROUP]; // rows from one split to the next
     for (uint i = 0; i < p.n_split; ++i) {
         m = max(m, loaded_top(partial[p.m_at + row + i * stride]));
     }
@@ -87,7 +87,8 @@ void reconstruct(Head head, uint d_v) {
     }
 }
 
-// The logit of exact key number i, whose row begins at rows[me]; HIDDEN: the token does not attend to it exactly.
+// Returns the logit of exact key number i, or HIDDEN if the token does not attend to it exactly. Sets rows[me] to the
+// beginning of the key's row.
 float exact_logit(uint i, uint token, uint hq, uint h, uint d_k) {
     const uint width = exact_width();
     int        pos, cell;
@@ -119,7 +120,7 @@ float exact_logit(uint i, uint token, uint hq, uint h, uint d_k) {
     return bad ? HIDDEN : capped(dot, p.softcap) + slope_of(hq) * bias;
 }
 
-// Adds the n exact keys whose logits and rows are in shared memory. logit: of the thread's key
+// Adds n exact keys whose rows are in shared memory. `logit` is that of the thread's key.
 void add_exact_values(float logit, uint n, uint h, uint d_v) {
     logits[me] = logit;
     room[me]   = logit;
@@ -148,7 +149,7 @@ void add_exact_values(float logit, uint n, uint h, uint d_v) {
         z += weight;
         [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
             const uint j = me + x * THREADS;
-            if (j < d_v && weight > 0.0) { // a value of weight 0 may be infinite
+            if (j < d_v && weight > 0.0) { // A value of weight 0 may be infinite.
                 const uint bits = half_bits(row_word(rows[i], (exact_value(h) + j) / 2), j);
                 fine            = fine && finite_half(bits);
                 o[x]            = fma(weight, unpackHalf2x16(bits).x, o[x]);
@@ -160,13 +161,13 @@ void add_exact_values(float logit, uint n, uint h, uint d_v) {
 // Adds the attention sink of the query head, normalises, and writes the output.
 void store_output(uint hq, uint token, uint d_v) {
     float w = 1.0;
-    if (p.has_sinks != 0) { // a logit without a value
+    if (p.has_sinks != 0) { // A sink is a logit without a value.
         const float sink = sinks[p.sinks_at + hq];
         const float top  = max(m, sink);
         w                = m == HIDDEN ? 0.0 : exp(m - top);
         z                = z * w + exp(sink - top);
     }
-    w = z > 0.0 ? w / z : 0.0; // a token without visible keys gets zeros
+    w = z > 0.0 ? w / z : 0.0; // A token without visible keys gets zeros.
     if (!fine) {
         atomicOr(lost, 1u);
     }

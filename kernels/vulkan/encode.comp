@@ -1,9 +1,9 @@
 #version 450
-// encode.comp: c = E x - offset, quantized as kernels/ref/encode.cpp and trellis.cpp define, and the rows in half
-// precision. One workgroup per token, KV head and side (K or V).
+// encode.comp: computes c = E x - offset, quantizes c as kernels/ref/encode.cpp and trellis.cpp define, and stores the
+// rows in half precision. There is one workgroup per token, KV head and side (K or V).
 //
-// A word of a tile has codes of several cells, which other workgroups may write at the same time; no two cells share a
-// bit. So the shader clears and sets bits atomically.
+// A word of a tile has codes of several cells, which other workgroups may write at the same time. No two cells share a
+// bit, so the shader clears and sets bits atomically.
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
 #define TABLES_ACCESS
@@ -23,23 +23,23 @@ layout(std430, binding = 6) writeonly buffer Fresh { uint fresh[]; };
 layout(push_constant) uniform Push {
     uint k_at, k_head, k_token, v_at, v_head, v_token;
     uint k_tiles_at, k_stride, v_tiles_at, v_stride;
-    uint cells_at; // in cells
+    uint cells_at; // counts cells
     uint fresh_at;
 } p;
 
 const uint  THREADS = 128, LANES = 8, CANDIDATES = 11;
-const uint  STATES = 4, TRELLIS_BITS = 6, TRELLIS_TRIED = 4, N_LINES = 5; // trellis.h
+const uint  STATES = 4, TRELLIS_BITS = 6, TRELLIS_TRIED = 4, N_LINES = 5; // as in trellis.h
 const int   TRELLIS_BELOW = 2;
 const float HALF_MAX = 65504.0;
 const float FAR      = 3.0e38; // cost of states that cannot be reached
-const uint  X_BAD = 1, C_BAD = 2, C_LIVE = 4; // of flags
+const uint  X_BAD = 1, C_BAD = 2, C_LIVE = 4; // bits of `flags`
 
 shared float xs[MAX_HEAD_SIZE];
 shared float c[MAX_HEAD_SIZE];
 shared uint  codes[MAX_HEAD_SIZE];
 shared float room[THREADS];
 shared vec4  errors[THREADS];                        // errors of the nearest levels of a place
-shared uint  decisions[STATES * MAX_HEAD_SIZE / LANES]; // of four paths: a nibble per place, a bit per state
+shared uint  decisions[STATES * MAX_HEAD_SIZE / LANES]; // a nibble per place of four paths, with a bit per state
 shared uint  flags;
 
 void put(bool value, uint at, uint bits, uint mask) {
@@ -56,8 +56,8 @@ float quantize(float x, float inverse, float zero) {
     return min(max(roundEven(fma(x, inverse, zero)), 0.0), 2.0 * zero);
 }
 
-// Lane `lane` of the squared error with scale s in bands of more than `beyond` bits: coefficients j with
-// j % 8 == lane, in ascending order.
+// Returns lane `lane` of the squared error with scale s in bands of more than `beyond` bits. It sums coefficients j
+// with j % 8 == lane in ascending order.
 float lane_error(Head head, float s, uint lane, uint beyond) {
     precise float error = 0.0;
     for (uint i = 0; i < head.n_bands; ++i) {
@@ -83,7 +83,7 @@ float of_lanes(uint l) {
     return e;
 }
 
-// The scale code of c, the same in all threads.
+// Returns the scale code of c, which is the same in all threads.
 uint choose_scale(Head head) {
     const uint me        = gl_LocalInvocationID.x;
     float      reach     = 0.0;
@@ -124,7 +124,7 @@ uint choose_scale(Head head) {
     barrier();
     uint  best       = k0;
     float best_error = 0.0;
-    for (uint i = 0; i < CANDIDATES && k0 > i; ++i) { // ties to the larger scale
+    for (uint i = 0; i < CANDIDATES && k0 > i; ++i) { // Ties go to the larger scale.
         const float e = of_lanes(i * LANES);
         if (i == 0 || e < best_error) {
             best       = k0 - i;
@@ -134,7 +134,7 @@ uint choose_scale(Head head) {
     return best;
 }
 
-// Place t of the path.
+// A place of the path.
 struct Place {
     Octet octet;
     uint  coefficient;
@@ -145,7 +145,8 @@ Place place_of(Head head, uint t) {
     return Place(octet, octet.first + t / head.n_path);
 }
 
-// The nearest level to the place's coefficient in each subset of the levels, a byte each, and their errors.
+// Returns the index of the nearest level to the place's coefficient in each subset of the levels, a byte each, and
+// their errors.
 uint nearest(Place place, float s, out vec4 error) {
     const uint    bits = place.octet.bits;
     const float   x    = c[place.coefficient];
@@ -179,7 +180,7 @@ uint subset(uint p, uint x) {
     return 2 * (x ^ p >> 1) + (p & 1u);
 }
 
-// Extends cost by one place. Returns decisions: bit w: the branch into state w is from the larger state.
+// Extends cost by one place. Bit w of the result says whether the branch into state w comes from the larger state.
 uint extend(vec4 error, inout vec4 cost) {
     vec4 next;
     uint from_larger = 0;
@@ -197,13 +198,13 @@ uint extend(vec4 error, inout vec4 cost) {
 
 uint least_state(vec4 cost) {
     uint least = 0;
-    [[unroll]] for (uint w = 1; w < STATES; ++w) { // ties to the smaller state
+    [[unroll]] for (uint w = 1; w < STATES; ++w) { // Ties go to the smaller state.
         least = cost[w] < cost[least] ? w : least;
     }
     return least;
 }
 
-// Before place t: a lane starts in state 0 with the least final cost of the lane before.
+// Returns whether a lane begins at place t. It starts in state 0 with the least final cost of the lane before.
 bool begins_lane(Head head, uint t) {
     return PATH_LANES != 0 && t % head.n_path == 0;
 }
@@ -212,8 +213,8 @@ vec4 begin_lane(vec4 cost) {
     return vec4(min(min(cost.x, cost.y), min(cost.z, cost.w)), FAR, FAR, FAR);
 }
 
-// The scale code, the same in all threads, near `middle`, which is the best one without a trellis. All threads prepare
-// places, THREADS / TRELLIS_TRIED at a time; then one thread per scale takes the steps.
+// Returns the scale code, the same in all threads, near `middle`, which is the best one without a trellis. All threads
+// prepare THREADS / TRELLIS_TRIED places at a time, and then one thread per scale extends its paths.
 uint choose_path_scale(Head head, uint middle) {
     const uint AT_ONCE = THREADS / TRELLIS_TRIED;
     const uint me = gl_LocalInvocationID.x, n = head.n_path * LANES;
@@ -247,7 +248,7 @@ uint choose_path_scale(Head head, uint middle) {
     barrier();
     uint  best  = middle;
     float least = FAR;
-    for (int i = 0; i < int(TRELLIS_TRIED); ++i) { // ties to the smaller code
+    for (int i = 0; i < int(TRELLIS_TRIED); ++i) { // Ties go to the smaller code.
         if (errors[i].x < least) {
             best  = uint(first + i);
             least = errors[i].x;
@@ -257,21 +258,21 @@ uint choose_path_scale(Head head, uint middle) {
     return best;
 }
 
-// Stores the codes of the path of least cost at scale s. One thread per state in which a closed path may begin and end;
-// with lanes, only the first thread's path is used.
+// Stores the codes of the path of least cost at scale s. There is one thread per state in which a closed path may begin
+// and end. With PATH_LANES, only the first thread's path is used.
 void find_path(Head head, float s) {
     const uint me = gl_LocalInvocationID.x, n = head.n_path * LANES, WORDS = MAX_HEAD_SIZE / LANES;
     vec4       cost = mix(vec4(FAR), vec4(0.0), equal(uvec4(0, 1, 2, 3), uvec4(me)));
-    uint       ended = 0; // final state of each lane, two bits
+    uint       ended = 0; // two bits for the final state of each lane
     for (uint t0 = 0; t0 < n; t0 += THREADS) {
         if (t0 + me < n) {
             const Place place = place_of(head, t0 + me);
             vec4        error;
-            codes[place.coefficient] = nearest(place, s, error); // all four levels until one is chosen
+            codes[place.coefficient] = nearest(place, s, error); // all four levels, until one is chosen
             errors[me]               = error;
         }
         barrier();
-        for (uint i = 0; me < STATES && i < THREADS && t0 + i < n; i += LANES) { // n is a multiple of LANES
+        for (uint i = 0; me < STATES && i < THREADS && t0 + i < n; i += LANES) { // n is a multiple of LANES.
             uint nibbles = 0;
             for (uint x = 0; x < LANES; ++x) {
                 if (begins_lane(head, t0 + i + x)) {
@@ -292,7 +293,7 @@ void find_path(Head head, float s) {
         return;
     }
     uint ends = 0;
-    for (uint w = 1; PATH_LANES == 0 && w < STATES; ++w) { // ties to the smaller state
+    for (uint w = 1; PATH_LANES == 0 && w < STATES; ++w) { // Ties go to the smaller state.
         ends = room[w] < room[ends] ? w : ends;
     }
     uint w = PATH_LANES != 0 ? least_state(cost) : ends, t = n;
@@ -311,7 +312,7 @@ void find_path(Head head, float s) {
 
 // Writes the codes of cell `cell` of the tile that begins at word `tile`.
 void store_codes(Head head, bool value, uint tile, uint cell) {
-    // a word holds four coefficients of a key, but one of a value
+    // A word holds four coefficients of a key, but one of a value.
     const uint each = value ? 1 : 4, words = 8 / each;
     const uint ones = value ? 1u << 8 * (cell % 4) : 0x01010101u;
     for (uint b = 0; b < head.n_bands; ++b) {
@@ -337,7 +338,7 @@ void store_codes(Head head, bool value, uint tile, uint cell) {
     }
 }
 
-// Reads the row, and makes its coefficients c and flags.
+// Reads the row, and computes its coefficients c and flags.
 void multiply_basis(Head head, bool value, uint x_at) {
     const uint me = gl_LocalInvocationID.x;
     if (me == 0) {
@@ -377,7 +378,8 @@ void multiply_basis(Head head, bool value, uint x_at) {
     }
 }
 
-// Stores the halves of 16-bit bands at scale s, and makes the codes beside the path. within: the cell in its tile
+// Stores the halves of 16-bit bands, and computes the codes outside the path at scale s. `within` is the cell in its
+// tile.
 void quantize_bands(Head head, bool value, uint tile, uint within, float s, bool live) {
     const uint me = gl_LocalInvocationID.x;
     for (uint b = 0; b < head.n_bands; ++b) {
@@ -397,7 +399,7 @@ void quantize_bands(Head head, bool value, uint tile, uint within, float s, bool
     }
 }
 
-// Stores the row in half precision, or as HALF_NAN.
+// Stores the row in half precision, or HALF_NAN if it is not finite.
 void store_fresh(Head head, uint at, bool x_finite) {
     for (uint j = gl_LocalInvocationID.x; j < head.d / 2; j += THREADS) {
         uint pair = HALF_NAN | HALF_NAN << 16;

@@ -1,6 +1,6 @@
-// keys.glsl: dot products of a tile's keys with query rows in f32, one cell per thread. After levels.glsl.
+// keys.glsl: dot products of a tile's keys with query rows in f32, one cell per thread. Include it after levels.glsl.
 
-// Codes of register rho, a byte each, at word `at` of its octet's lines.
+// Returns the codes of register rho, a byte each, at word `at` of its octet's lines.
 uint read_k(uint at, uint bits, uint rho) {
     uint       codes = 0;
     const uint n     = n_fields(bits, rho);
@@ -13,8 +13,8 @@ uint read_k(uint at, uint bits, uint rho) {
     return codes;
 }
 
-// Dot products of the key of cell c of the tile at word `tile` with n query rows from `first` on. Elements of `dot` past
-// n_rows repeat the last row; their cells are hidden.
+// Computes the dot products of the key of cell c of the tile at word `tile` with n_rows query rows from `first` on.
+// Elements of `dot` beyond n_rows repeat the last row, and their logits are hidden later.
 void dots(uint h, uint tile, uint c, uint first, uint n_rows, out float dot[ROWS]) {
     const uint width = tables[WIDTH_K];
     float      halves[ROWS];
@@ -24,9 +24,9 @@ void dots(uint h, uint tile, uint c, uint first, uint n_rows, out float dot[ROWS
         dot[r]    = 0.0;
         halves[r] = 0.0;
     }
-    const Head  head = head_of(0, h); // loaded here to not hold registers between tiles
+    const Head  head = head_of(0, h); // Loaded here, it holds no registers between tiles.
     const float s    = row_scale(k_tiles[tile + c / 4] >> 8 * (c % 4) & 255u);
-    uvec4 before = uvec4(0); // words of the two previous octets on the path
+    uvec4 before = uvec4(0); // choices at the two previous places of the path
     if (head.n_path > 0) {
         before = uvec4(choices_before(head, tile, c, 2), choices_before(head, tile, c, 1));
     }
@@ -46,11 +46,11 @@ void dots(uint h, uint tile, uint c, uint first, uint n_rows, out float dot[ROWS
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
             sums[r] = 0.0;
         }
-        for (uint four = 0; four < band.n / 4; ++four) { // coefficients
+        for (uint four = 0; four < band.n / 4; ++four) { // Four coefficients at a time.
             const uint at   = tile + band.at + four / 2 * band.bits * LINE_WORDS + c % 16;
             uint       code = read_k(at, band.bits, four % 2 * 4 + c / 16);
             const uint q    = band.first + 4 * four;
-            const bool  on   = band.place != NO_PLACE; // not before the loop, where it would need registers
+            const bool  on   = band.place != NO_PLACE; // Before the loop, it would need registers.
             const float zero = on ? 127.5 : half_range(band.bits);
             if (on) {
                 const uint  choice = code & ONES;

@@ -1,5 +1,5 @@
 // keys_dot.glsl: dot products of a tile's keys with the query rows of quantize.comp, one cell per thread, in integers.
-// After levels.glsl.
+// Include it after levels.glsl.
 
 // Sums of the products with the upper and the lower bytes of queries.
 struct Sums {
@@ -23,7 +23,7 @@ uint k_codes(uint at, Term terms[MAX_FIELDS], uint n) {
     return codes;
 }
 
-// As in keys.glsl.
+// Does the same as dots() in keys.glsl.
 void dots(uint h, uint tile, uint c, uint first, uint n_rows, out float dot[ROWS]) {
     const uint width = tables[WIDTH_K];
     float      halves[ROWS];
@@ -35,9 +35,9 @@ void dots(uint h, uint tile, uint c, uint first, uint n_rows, out float dot[ROWS
         sums.high[r] = 0;
         sums.low[r]  = 0;
     }
-    const Head  head = head_of(0, h); // loaded here to not hold registers between tiles
+    const Head  head = head_of(0, h); // Loaded here, it holds no registers between tiles.
     const float s    = row_scale(k_tiles[tile + c / 4] >> 8 * (c % 4) & 255u);
-    uvec4 before = uvec4(0); // words of the two previous octets on the path
+    uvec4 before = uvec4(0); // choices at the two previous places of the path
     if (head.n_path > 0) {
         before = uvec4(choices_before(head, tile, c, 2), choices_before(head, tile, c, 1));
     }
@@ -62,7 +62,7 @@ void dots(uint h, uint tile, uint c, uint first, uint n_rows, out float dot[ROWS
         for (uint octet = 0; octet < band.n / 8; ++octet) {
             const uint at    = tile + band.at + octet * band.bits * LINE_WORDS + c % 16;
             uint       codes = k_codes(at, low, n), next = k_codes(at, high, n);
-            const bool on    = band.place != NO_PLACE; // not before the loop, where it would need registers
+            const bool on    = band.place != NO_PLACE; // Before the loop, it would need registers.
             if (on) {
                 const uvec2 choices = uvec2(codes, next) & ONES;
                 const uvec2 bends   = bends_of(band.bits);
@@ -79,7 +79,7 @@ void dots(uint h, uint tile, uint c, uint first, uint n_rows, out float dot[ROWS
         }
     }
     [[unroll]] for (uint r = 0; r < ROWS; ++r) {
-        // exact: 2 * 256 levels * 255 * 32639 fits 32 bits
+        // No overflow: 2 * 256 levels * 255 * 32639 fits 32 bits.
         const uint  at    = rows[r] + width / 2;
         const int   twice = int(2 * (256 * uint(sums.high[r]) + uint(sums.low[r])) - packed_queries[at + 1]);
         dot[r]            = 0.5 * uintBitsToFloat(packed_queries[at]) * float(twice);

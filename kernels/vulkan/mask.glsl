@@ -1,8 +1,8 @@
-// mask.glsl: the values that attend and combine add to logits, and which keys are exact. After tables.glsl and a
-// buffer `mask`.
+// mask.glsl: the values that attend and combine add to logits, and which keys are exact. Include it after tables.glsl
+// and a buffer `mask`.
 
-// Mask values of the tokens [n_tokens][n_kv], of 2 bytes or 4; `at` in values. Minus infinity becomes HIDDEN, another
-// number that is not finite LOST.
+// Returns value number `at` of the mask [n_tokens][n_kv], whose values have 2 or 4 bytes. Minus infinity becomes
+// HIDDEN, and any other number that is not finite becomes LOST.
 float mask_value(uint at, uint half_precision) {
     if (half_precision == 0) {
         const uint bits = mask[at];
@@ -19,6 +19,6 @@ bool is_exact(int key, int query) {
 }
 
 float capped(float x, float softcap) {
-    // on some devices tanh of large numbers is NaN
+    // On some devices, tanh of large numbers is NaN.
     return softcap > 0.0 ? softcap * tanh(clamp(x / softcap, -20.0, 20.0)) : x;
 }

@@ -1,9 +1,9 @@
-// octets.glsl: coefficients of a tile, an octet of a cell at a time, for prompt_rows.comp and attend_latent.comp. After
-// levels.glsl, `word_of` (a word of the tiles), and PATH_LANES (trellis.h).
+// octets.glsl: coefficients of a tile, an octet of a cell at a time, for prompt_rows.comp and attend_latent.comp.
+// Include it after levels.glsl, the function word_of, which returns a word of the tiles, and PATH_LANES (trellis.h).
 
-shared float scale[TILE]; // per cell; 0: its coefficients are zeros
+shared float scale[TILE]; // per cell, or 0 if its coefficients are zeros
 
-// Codes of register rho at word `at` of an octet's lines, of a dword's four or less.
+// Returns the four codes of register rho in a dword, at word `at` of an octet's lines.
 uint read_codes(bool value, uint at, uint bits, uint rho) {
     uint codes = 0;
     for (uint i = 0; i < n_fields(bits, rho); ++i) {
@@ -13,7 +13,8 @@ uint read_codes(bool value, uint at, uint bits, uint rho) {
     return codes;
 }
 
-// A thread's eight codes of an octet, in two dwords. Keys: of one cell. Values: of one coefficient and eight cells.
+// The place of a thread's eight codes of an octet, in two dwords. For keys they are of one cell, and for values of one
+// coefficient and eight cells.
 struct Where {
     uint at[2], rho[2];
 };
@@ -27,8 +28,8 @@ uvec2 read_octet(bool value, uint at, uint bits, Where w) {
     return uvec2(read_codes(value, at + w.at[0], bits, w.rho[0]), read_codes(value, at + w.at[1], bits, w.rho[1]));
 }
 
-// Choices `back` places before a place on the path. Those before place 0 are the last ones of the previous lane; with
-// PATH_LANES they are zeros.
+// Returns the choices `back` places before a place on the path. Those before place 0 are the last ones of the previous
+// lane, or zeros with PATH_LANES.
 uvec2 choices_back(bool value, Head head, uint tile, uint me, uint place, uint back) {
     const bool turned = place < back;
     if (PATH_LANES && turned) {
@@ -40,8 +41,9 @@ uvec2 choices_back(bool value, Head head, uint tile, uint me, uint place, uint b
     return !value && turned ? uvec2(words.x << 8 | words.y >> 24, words.y << 8 | words.x >> 24) : words;
 }
 
-// Eight coefficients of an octet of the tile at word `tile`. Keys: of cell `me`. Values: coefficient me % 8 of eight
-// cells from me / 8 * 8 on. Zeros after the last octet, and for cells with scale 0.
+// Decodes eight coefficients of an octet of the tile at word `tile`. For keys they are those of cell `me`, and for
+// values coefficient me % 8 of eight cells from me / 8 * 8 on. They are 0 after the last octet, and in cells with scale
+// 0.
 void decode_octet(bool value, Head head, uint tile, uint me, uint octet, out float x[8]) {
     [[unroll]] for (uint i = 0; i < 8; ++i) {
         x[i] = 0.0;
@@ -49,7 +51,7 @@ void decode_octet(bool value, Head head, uint tile, uint me, uint octet, out flo
     const uint first_cell = value ? me / 8 * 8 : me;
     for (uint b = 0; b < head.n_bands; ++b) {
         const Band band = band_of(head, b);
-        const uint j    = 8 * octet - band.first; // wraps around before the band
+        const uint j    = 8 * octet - band.first; // It wraps around before the band.
         if (8 * octet >= head.rank || j >= band.n) {
             continue;
         }

@@ -12,9 +12,9 @@ namespace subkv::vulkan {
 namespace {
 
 constexpr uint32_t MAX_ROWS         = 8;     // rows per workgroup of attend
-constexpr uint32_t MAX_ACCUMULATORS = 40;    // registers per thread of attend: rows times coefficients
-constexpr int64_t  MAX_GROUPS       = 65535; // per dimension; every device supports it
-constexpr int32_t  MAX_DOT = 256; // maximum coefficients for integer products: sums fit 32 bits, shared memory 16 KiB
+constexpr uint32_t MAX_ACCUMULATORS = 40;    // registers per thread of attend, which hold rows times coefficients
+constexpr int64_t  MAX_GROUPS       = 65535; // maximum groups per dimension, which every device supports
+constexpr int32_t  MAX_DOT = 256; // largest rank whose integer products fit 32 bits and 16 KiB of shared memory
 
 uint32_t bits_of(float x) {
     uint32_t bits;
@@ -35,7 +35,7 @@ public:
 
     void add(float x) { add(bits_of(x)); }
 
-    // Appends halves or floats (nullptr: none). Returns their first word.
+    // Appends halves or floats, and returns their first word, or 0 for nullptr.
     template <typename T> uint32_t add(const T * data, size_t n) {
         if (!data) {
             return 0;
@@ -154,7 +154,7 @@ Tables make_tables(const LayerTables & layer) {
             const HeadCodec & head = (side == 0 ? layer.k : layer.v)[h];
             const size_t      n    = (size_t) head.rank * (size_t) head.d;
             const auto        add  = [&](const Matrix & matrix) -> uint32_t {
-                if (!present(matrix)) { // latent values have no encode matrix
+                if (!present(matrix)) { // Latent values have no encode matrix.
                     return 0;
                 }
                 halves.resize(n);
@@ -213,13 +213,13 @@ public:
         return *this;
     }
 
-    // The next binding.
+    // Adds the next binding.
     Builder & bind(const Place & place) {
         d_.buffers[d_.n_buffers++] = place.buffer;
         return *this;
     }
 
-    // Where in its buffer, in elements of so many bytes.
+    // Pushes the place in its buffer, in elements of `unit` bytes.
     Builder & at(const Place & place, uint64_t unit = 4) {
         return push((int64_t) (place.at / unit), place.at % unit == 0);
     }
@@ -292,7 +292,7 @@ static uint32_t coefficients_of_thread(const Layer & l) {
     return (uint32_t) ((l.width_v + TILE - 1) / TILE);
 }
 
-// Query rows of attend's workgroup.
+// Returns the query rows of a workgroup of attend.
 static uint32_t rows_at_once(const Layer & l, int64_t n_rows) {
     if (l.latent) {
         return n_rows <= 4 ? 4 : n_rows <= 8 ? 8 : 16;
@@ -352,7 +352,7 @@ const char * store_window(const Store & s, Run run, void * recorder) {
 }
 
 const char * prompt_rows(const Prompt & p, Run run, void * recorder) {
-    constexpr int64_t COLUMNS = 64; // per workgroup
+    constexpr int64_t COLUMNS = 64; // columns per workgroup
     const Attend &    a       = p.c.a;
     const int64_t     tiles   = (a.n_kv + TILE - 1) / TILE;
     const int64_t     parts   = (std::max(a.layer.d_k, a.layer.d_v) + COLUMNS - 1) / COLUMNS;
@@ -371,7 +371,7 @@ const char * prompt_rows(const Prompt & p, Run run, void * recorder) {
 }
 
 const char * prompt_mask(const Prompt & p, Run run, void * recorder) {
-    constexpr int64_t ROWS = 256; // per workgroup
+    constexpr int64_t ROWS = 256; // rows per workgroup
     const Attend &    a    = p.c.a;
     Builder           d(PROMPT_MASK);
     d.bind(a.layer.tables).bind(p.mask).bind(a.mask).bind(a.cell_pos).bind(a.tokens).bind(p.c.slots);

@@ -1,14 +1,14 @@
-// ops.h: the ops of a coded layer on a Vulkan device. Host side: no Vulkan header is needed to call them.
+// ops.h: the ops of a coded layer on a Vulkan device. Their callers need no Vulkan header.
 //
-// An op becomes one dispatch or two (subkv/vulkan_dispatch.h). Shaders read words: every place and stride below is a
+// An op becomes one dispatch or two (subkv/vulkan_dispatch.h). Shaders read words, so every place and stride below is a
 // multiple of 4 bytes, except for a mask in halves.
 //
 // Cells are stored in tiles (subkv/tiles.h); the tiles of a layer's heads are contiguous.
 //
-// Precision: codes are bit-identical to kernels/ref for the same coefficients if the device's division and fused
-// operations follow IEEE. All other arithmetic is f32, except where attend multiplies bytes: queries are rounded to
-// 1/32639 of the largest, times the steps of bands, and weights to 1/65535 of a tile's largest one times the tile's
-// largest scale, as in kernels/cuda.
+// Codes are bit-identical to kernels/ref for the same coefficients if the device's division and fused operations follow
+// IEEE. All other arithmetic is f32, except where attend multiplies bytes. It then rounds queries, times the steps of
+// bands, to 1/32639 of the largest, and weights to 1/65535 of a tile's largest one times the tile's largest scale, as
+// in kernels/cuda.
 #pragma once
 
 #include "subkv/ops.h"
@@ -21,7 +21,7 @@ namespace subkv::vulkan {
 
 // A place in a buffer.
 struct Place {
-    const void * buffer = nullptr; // of Dispatch
+    const void * buffer = nullptr; // as in Dispatch
     uint64_t     at     = 0;       // bytes
 };
 
@@ -30,7 +30,7 @@ struct LayerTables {
     std::vector<HeadCodec>        k, v;               // [n_head_kv]
     std::vector<int64_t>          k_offset, v_offset; // offset of the head's tile among those of all heads, in bytes
     std::vector<float>            gamma;              // [n_head_kv]
-    std::vector<const uint16_t *> mean;               // [n_head_kv] -> [d_k] half, nullptr: keys are not centred
+    std::vector<const uint16_t *> mean;               // [n_head_kv] -> [d_k] half, or nullptr if keys are not centred
     std::vector<float>            slope;              // [n_head] slopes of the mask; ones without ALiBi
     int32_t                       n_sink, n_recent;
     bool                          latent; // as in Layer
@@ -47,16 +47,17 @@ struct Layer {
     Place   tables; // Tables::words, at the beginning of a buffer
     int32_t n_head_kv, n_group, d_k, d_v;
     int32_t width_k, width_v; // largest ranks
-    float   scale, softcap;   // softcap 0: none
-    bool    integer_dot;      // the device has fast dot products of four bytes, and the feature is enabled
-    bool    latent;           // values are the first d_v elements of keys, and have no tiles; one KV head
+    float   scale, softcap;   // softcap is 0 if there is none
+    bool    integer_dot;      // whether the device has fast dot products of four bytes, and the feature is enabled
+    bool    latent;           // values are the first d_v elements of keys, without tiles; there is one KV head
 };
 
-// Words of packed queries that attend needs per query row, after its other scratch; 0: it multiplies floats.
+// Returns the words of packed queries per query row in attend's scratch memory, or 0 if it multiplies floats.
 int64_t packed_words(const Layer & layer);
 
 // Encodes the rows k, v [n_tok] of all heads into `cells`, which are distinct, and stores both in half precision in
-// `fresh` [n_tok][n_head_kv * (d_k + d_v)], K first (a latent layer: only K). There, a non-finite row becomes HALF_NAN.
+// `fresh` [n_tok][n_head_kv * (d_k + d_v)], K first (only K in a latent layer). There, a non-finite row becomes
+// HALF_NAN.
 struct Encode {
     Layer   layer;
     Place   k, v;
@@ -68,9 +69,9 @@ struct Encode {
     int64_t n_tok;
 };
 
-// Query row (t, g) of KV head h and split i: ((i * n_head_kv + h) * n_tokens + t) * n_group + g, as in runtime/native's
-// AttendShape. Tokens of stream s: [s * n_tps, (s + 1) * n_tps). A cell's bias is the mask's value, -INFINITY where its
-// position is exact (first n_sink, last n_recent) for the token.
+// Query row (t, g) of KV head h and split i has the number ((i * n_head_kv + h) * n_tokens + t) * n_group + g, as in
+// runtime/native's AttendShape. Stream s has the tokens [s * n_tps, (s + 1) * n_tps). A cell's bias is the mask's
+// value, or -INFINITY if its position is exact for the token (the first n_sink and the last n_recent).
 struct Attend {
     Layer   layer;
     Place   q;
@@ -84,8 +85,8 @@ struct Attend {
     Place   tokens;   // [n_tokens] TokenRow (subkv/batch.h)
     int64_t n_kv;     // cells of a stream; the last tile is complete in memory
     int64_t n_stream, n_tps;
-    int64_t split, n_split; // cells per split, whole tiles; splits
-    // all in one buffer
+    int64_t split, n_split; // cells per split, whole tiles; number of splits
+    // The places from here on are in one buffer.
     Place m; // [n_split * n_head_kv * n_tokens * n_group]
     Place z;
     Place acc;    // the same rows of width_v floats
@@ -94,33 +95,33 @@ struct Attend {
     Place packed; // scratch, the same rows of packed_words()
 };
 
-// Merges the splits, multiplies by D_v, adds the exact keys (window rows and fresh rows) and sinks, normalises.
+// Merges the splits, multiplies by D_v, adds the exact keys (window rows and fresh rows) and sinks, and normalises.
 struct Combine {
-    Attend  a; // m, z, acc: results of attend
+    Attend  a; // m, z and acc are results of attend
     Place   fresh;
-    Place   window;       // [n_slots] rows as in fresh; without an exact window any place
+    Place   window;       // [n_slots] rows like those of `fresh`, or any place without an exact window
     Place   slots;        // [n_slots of the window] SlotRow (subkv/batch.h)
-    int32_t slots_of_seq; // slots of one sequence; 0: no exact window
-    Place   sinks;        // [n_head]; no buffer: none
+    int32_t slots_of_seq; // slots of one sequence, or 0 without an exact window
+    Place   sinks;        // [n_head], or no buffer without sinks
     Place   out;          // [n_tokens][out_stride], query head h at h * d_v
     int64_t out_stride;
 };
 
-// The rows of a prompt for flash attention on halves, which replaces attend and combine, as in kernels/cuda/ops.h: rows
-// of a stream's cells from their codes, exact rows of n_slots window slots and of the ubatch's own tokens, then zeros;
-// a mask; and NaN in the output of tokens that see a row that is not finite.
+// The rows of a prompt for flash attention on halves, which replaces attend and combine, as in kernels/cuda/ops.h. They
+// are rows of a stream's cells from their codes, exact rows of n_slots window slots and of the ubatch's own tokens,
+// then zeros. There is also a mask, and the output of tokens that see a row that is not finite becomes NaN.
 struct Prompt {
-    Combine c;       // its sources, without queries and results of c.a
-    int64_t n_slots; // per stream
+    Combine c;       // sources, without the queries and results of c.a
+    int64_t n_slots; // slots per stream
     int64_t n_rows;  // n_kv + n_slots + n_tps or more, even
-    int32_t first;   // KV head
+    int32_t first;   // first KV head
     int32_t n_heads; // KV heads from the first one on
     Place   k;       // [n_stream][n_heads][n_rows][d_k] half, at most +-65504
     Place   v;       // [n_stream][n_heads][n_rows][d_v]
     Place   mask;    // [n_stream][n_tps][n_rows] half
 };
 
-// fresh rows -> the window's slots that have a token of this ubatch
+// Copies fresh rows to the window's slots that have a token of this ubatch.
 struct Store {
     Place   window;
     Place   fresh;
@@ -129,16 +130,16 @@ struct Store {
     int64_t width; // halves per row
 };
 
-// Return nullptr, or the condition that is not met, or the error of `run`.
+// These functions return nullptr, or the condition that is not met, or the error of `run`.
 const char * encode(const Encode & args, Run run, void * recorder);
 const char * attend(const Attend & args, Run run, void * recorder);
 const char * combine(const Combine & args, Run run, void * recorder);
 const char * store_window(const Store & args, Run run, void * recorder);
-const char * prompt_rows(const Prompt & args, Run run, void * recorder); // k and v
-const char * prompt_mask(const Prompt & args, Run run, void * recorder); // mask
-const char * prompt_lost(const Prompt & args, Run run, void * recorder); // c.out: query heads of these KV heads
+const char * prompt_rows(const Prompt & args, Run run, void * recorder); // writes k and v
+const char * prompt_mask(const Prompt & args, Run run, void * recorder); // writes mask
+const char * prompt_lost(const Prompt & args, Run run, void * recorder); // c.out has the query heads of these KV heads
 
-// attend's first part: projected queries, for tests and measurements
+// Does the first part of attend, which projects queries, for tests and measurements.
 const char * project_queries(const Attend & args, Run run, void * recorder);
 
 } // namespace subkv::vulkan

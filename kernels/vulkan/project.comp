@@ -1,8 +1,7 @@
 #version 450
-// project.comp: queries in the coefficients of the keys, qt = scale gamma D_k q, and shift = scale mean . q, which is NaN
-// if the query is not finite.
-// A workgroup computes 16 coefficients (the number after the last one is the shift) of all query heads of a token's KV
-// head.
+// project.comp: computes queries in the coefficients of the keys, qt = scale gamma D_k q, and shift = scale mean . q,
+// which is NaN if the query is not finite. A workgroup computes 16 coefficients of all query heads of a token's KV
+// head. The shift follows the last coefficient.
 #extension GL_GOOGLE_include_directive : require
 #include "tables.glsl"
 
@@ -26,7 +25,7 @@ void main() {
     const Head head  = head_of(0, h);
     const uint group = tables[N_GROUP], width = tables[WIDTH_K];
     const uint row   = (h * p.n_tokens + token) * group;
-    const bool shift = i == width; // not times gamma, since the mean is added back unscaled
+    const bool shift = i == width; // It lacks gamma, because the mean is added back unscaled.
     const uint matrix = shift ? head.mean : i < head.rank ? head.decode + i * (head.d / 2) : 0;
     for (uint g = 0; g < group; ++g) {
         const uint at    = p.q_at + (h * group + g) * p.q_head + token * p.q_token;

@@ -1,5 +1,5 @@
-// prompt_bias.glsl: the mask of a prompt's rows, for prompt_mask.comp and prompt_lost.comp. Of every visible key a token
-// attends to either the coded row or the exact row. After mask.glsl, slots.glsl and tokens.glsl.
+// prompt_bias.glsl: the mask of a prompt's rows, for prompt_mask.comp and prompt_lost.comp. A token attends either to
+// the coded row or to the exact row of every visible key. Include it after mask.glsl, slots.glsl and tokens.glsl.
 float prompt_bias(uint token, uint row) {
     const uint stream = token / p.n_tps;
     const int  own    = token_pos(token);

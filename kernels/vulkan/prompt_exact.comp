@@ -1,6 +1,6 @@
 #version 450
-// prompt_exact.comp: a prompt's rows after those of cells (prompt_rows.comp): the exact keys and values of window slots,
-// then of the ubatch's own tokens, then zeros.
+// prompt_exact.comp: writes a prompt's rows behind those of cells (prompt_rows.comp): the exact keys and values of
+// window slots, then those of the ubatch's own tokens, then zeros.
 #extension GL_GOOGLE_include_directive : require
 #include "tables.glsl"
 
@@ -40,7 +40,7 @@ void main() {
         } else if (i < p.n_slots + p.n_tps) {
             word = fresh[p.fresh_at + (stream * p.n_tps + i - p.n_slots) * width + from];
         }
-        for (uint x = 0; x < 2; ++x) { // finite, as in prompt_rows.comp
+        for (uint x = 0; x < 2; ++x) { // Rows are finite, as in prompt_rows.comp.
             word = finite_half(half_bits(word, x)) ? word : word & ~(0xffffu << 16 * x);
         }
         if (value) {

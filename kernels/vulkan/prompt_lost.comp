@@ -1,7 +1,7 @@
 #version 450
-// prompt_lost.comp: after flash attention, NaN in the output of the tokens that see a row that is not finite, whose keys
-// and values are zeros (prompt_rows.comp, prompt_exact.comp). One workgroup per token; it ends at once in a layer without
-// such rows.
+// prompt_lost.comp: after flash attention, sets the output of a token to NaN if it sees a row that is not finite, for
+// which prompt_rows.comp and prompt_exact.comp have written zeros. There is one workgroup per token, which ends at once
+// in a layer without such rows.
 #extension GL_GOOGLE_include_directive : require
 #include "tables.glsl"
 
@@ -37,7 +37,7 @@ bool bad_scale(uint word, uint c) {
     return (word >> 8 * (c % 4) & 255u) == SCALE_NAN;
 }
 
-// Is a row of these heads not finite?
+// Returns whether a row of these heads is not finite.
 bool is_bad(uint stream, uint row) {
     bool bad = false;
     if (row < p.n_kv) {

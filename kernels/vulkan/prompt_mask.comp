@@ -1,6 +1,6 @@
 #version 450
-// prompt_mask.comp: the mask of a prompt's rows (prompt_rows.comp, prompt_exact.comp): of every visible key a token
-// attends to either the coded row or the exact row.
+// prompt_mask.comp: writes the mask of a prompt's rows (prompt_rows.comp, prompt_exact.comp). A token attends either to
+// the coded row or to the exact row of every visible key.
 #extension GL_GOOGLE_include_directive : require
 #include "tables.glsl"
 

@@ -1,7 +1,7 @@
 #version 450
-// prompt_rows.comp: decodes cells for ggml's flash attention of a prompt: D c of a tile of keys or values, for keys
-// times gamma plus the mean, as halves. It decodes each cell once for all tokens of a batch. A workgroup computes 64
-// elements of all cells of a head's tile.
+// prompt_rows.comp: decodes cells for ggml's flash attention of a prompt. It writes D c of a tile's keys or values, for
+// keys times gamma plus the mean, as halves. It decodes each cell once for all tokens of a batch. A workgroup computes
+// 64 elements of all cells of a head's tile.
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require // as in attend.glsl
 #include "tables.glsl"
@@ -19,7 +19,7 @@ layout(push_constant) uniform Push {
     uint k_tiles_at, k_stride, k_stream, v_tiles_at, v_stride, v_stream;
 } p;
 
-const uint THREADS = 128, COLUMNS = 64, CHUNK = 16; // CHUNK: coefficients at a time, an octet per half of the threads
+const uint THREADS = 128, COLUMNS = 64, CHUNK = 16; // CHUNK coefficients, an octet per half of the threads
 const uint CELLS = 8, WIDE = 4; // a thread's part of the product
 
 shared float coefficients[CHUNK * TILE];
@@ -32,7 +32,7 @@ uint word_of(bool value, uint at) {
 const bool PATH_LANES = false;
 #include "octets.glsl"
 
-// Finite: masked cells have weight 0, and 0 * inf is NaN (prompt_lost.comp).
+// Returns a finite half, because masked cells have weight 0, and 0 * inf is NaN (prompt_lost.comp).
 uint half_of(float x) {
     return to_half(finite(x) ? clamp(x, -65504.0, 65504.0) : 0.0);
 }

@@ -1,9 +1,10 @@
 #version 450
-// quantize.comp: projected queries as pairs of signed bytes, for attend_dot.comp. One workgroup per query row.
+// quantize.comp: converts projected queries to pairs of signed bytes for attend_dot.comp. There is one workgroup per
+// query row.
 //
-// Output per row: for every four coefficients (times their band's step, in units of the row's step) a word of upper bytes
-// and a word of lower bytes; then the row's step, and twice the sum of the levels' zeros modulo 2^32. Coefficients of 16
-// bits are skipped.
+// A row's output has a word of upper bytes and a word of lower bytes for every four coefficients, times their band's
+// step and in units of the row's step. Then come the row's step, and twice the products with the levels' zeros, modulo
+// 2^32. Coefficients of 16 bits are skipped.
 #extension GL_GOOGLE_include_directive : require
 #include "tables.glsl"
 
@@ -17,7 +18,7 @@ layout(push_constant) uniform Push {
 } p;
 
 const uint  THREADS    = 64;
-const float QUERY_STEP = 1.0 / 32639.0; // the largest: 127 * 257 of two signed bytes
+const float QUERY_STEP = 1.0 / 32639.0; // The largest number of two signed bytes is 127 * 257.
 
 shared float tops[THREADS];
 shared uint  centres[THREADS];
@@ -34,7 +35,7 @@ void main() {
         const Band band = band_of(head, b);
         for (uint j = me; band.bits != 16 && j < band.n; j += THREADS) {
             const float x = queries[from + band.first + j] * band.step;
-            top           = finite(x) ? max(top, abs(x)) : top; // project.comp marks the row
+            top           = finite(x) ? max(top, abs(x)) : top; // project.comp marks other rows.
         }
     }
     tops[me] = top;
@@ -54,7 +55,7 @@ void main() {
             for (uint i = 0; i < 4; ++i) {
                 const float x     = queries[from + band.first + 4 * four + i] * band.step;
                 const int   value = inverse > 0.0 && finite(x) ? int(roundEven(x * inverse)) : 0;
-                high |= uint(value + 128 >> 8 & 255) << 8 * i; // both bytes are signed
+                high |= uint(value + 128 >> 8 & 255) << 8 * i; // Both bytes are signed.
                 low |= uint(value & 255) << 8 * i;
                 centre += uint(value * zero);
             }

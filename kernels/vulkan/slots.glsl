@@ -1,4 +1,5 @@
-// slots.glsl: the fields of SlotRow (subkv/batch.h). After a buffer `slots` and the push constant p.slots_at.
+// slots.glsl: the fields of SlotRow (subkv/batch.h). Include it after a buffer `slots` and the push constant
+// p.slots_at.
 const uint SLOT_WORDS = 3;
 
 int slot_pos(uint slot) {

@@ -1,6 +1,6 @@
 #version 450
-// store_window.comp: copies fresh rows to the window's slots that have a token of this ubatch. One or more workgroups per
-// slot.
+// store_window.comp: copies fresh rows to the window's slots that have a token of this ubatch. A workgroup copies one
+// or more rows.
 #extension GL_GOOGLE_include_directive : require
 layout(local_size_x = 128) in;
 

@@ -1,4 +1,5 @@
-// tokens.glsl: the fields of TokenRow (subkv/batch.h). After a buffer `tokens` and the push constant p.tokens_at.
+// tokens.glsl: the fields of TokenRow (subkv/batch.h). Include it after a buffer `tokens` and the push constant
+// p.tokens_at.
 const uint TOKEN_WORDS = 3;
 
 int token_pos(uint token) {

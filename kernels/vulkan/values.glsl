@@ -14,10 +14,10 @@ float get(uint i) {
 
 // A thread's coefficients, me + x * TILE.
 struct Values {
-    uint  at[COEFFICIENTS], bits[COEFFICIENTS]; // bits 0: none
+    uint  at[COEFFICIENTS], bits[COEFFICIENTS]; // bits are 0 if there is none
     float step[COEFFICIENTS];
     uint  one_at[COEFFICIENTS], two_at[COEFFICIENTS]; // words of the two previous places on the path
-    uint  path[COEFFICIENTS];                         // bits of these places and the bends, a byte each; 0: not on it
+    uint  path[COEFFICIENTS];                         // bits of these places and the bends, a byte each, or 0
 };
 
 void find_values(uint h, uint me, inout Values values) {
@@ -30,11 +30,11 @@ void find_values(uint h, uint me, inout Values values) {
         const Band band = band_of(head, b);
         [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
             const uint j = me + x * TILE - band.first;
-            if (j < band.n) { // false before the band: j wraps around
+            if (j < band.n) { // It is false before the band, where j wraps around.
                 values.bits[x] = band.bits;
                 values.step[x] = band.bits == 16 ? 1.0 : band.step;
                 values.at[x] = band.at + j / 8 * band.bits * LINE_WORDS + j % 8 * (band.bits == 16 ? TILE / 2 : 2);
-                if (band.place != NO_PLACE) { // place 0 of a lane follows the last place of the previous lane
+                if (band.place != NO_PLACE) { // Place 0 of a lane follows the last place of the previous lane.
                     const uint  place = band.place + j / 8;
                     const Octet one   = octet_of(head, place < 1 ? head.n_path - 1 : place - 1);
                     const Octet two   = octet_of(head, place < 2 ? head.n_path + place - 2 : place - 2);
@@ -48,7 +48,7 @@ void find_values(uint h, uint me, inout Values values) {
     }
 }
 
-// Codes of register rho, at word `at` of its octet's lines.
+// Returns the codes of register rho, at word `at` of its octet's lines.
 uvec2 read_v(uint at, uint bits, uint rho) {
     uvec2      codes = uvec2(0);
     const uint n     = n_fields(bits, rho);
@@ -63,9 +63,9 @@ uvec2 read_v(uint at, uint bits, uint rho) {
     return codes;
 }
 
-// Only the bits of these codes that select the levels of later places.
+// Returns only the choices of these codes.
 uvec2 choices_v(uint at, uint bits, uint rho) {
-    const Field f    = field_of(bits, rho, 0); // contains bit 0
+    const Field f    = field_of(bits, rho, 0); // the field with bit 0
     const uint  line = at + f.line * LINE_WORDS;
     return uvec2(v_tiles[line], v_tiles[line + 1]) >> f.shift & ONES;
 }
@@ -88,7 +88,7 @@ void add_values(Values values, uint h, uint tile, uint me, float weight[ROWS], f
                 const float half_ = c % 2 == 0 ? pair.x : pair.y;
                 [[unroll]] for (uint r = 0; r < ROWS; ++r) {
                     const float w = plain[r * TILE + c];
-                    if (w > 0.0) { // halves of masked cells may be infinite
+                    if (w > 0.0) { // Halves of masked cells may be infinite.
                         acc[r * COEFFICIENTS + x] = fma(w, half_, acc[r * COEFFICIENTS + x]);
                     }
                 }

@@ -4,7 +4,7 @@
 
 const float WEIGHT_STEP = 1.0 / 65535.0;
 
-shared uint  room[RANKED * TILE]; // bits of floats, then weights: lower byte in bits 0 to 7, upper byte in bits 16 to 23
+shared uint  room[RANKED * TILE]; // bits of floats, then weights, with bytes in bits 0 to 7 and 16 to 23
 shared uvec2 pairs[ROWS * TILE / 4]; // upper and lower bytes of four cells' weights
 shared uint  totals[ROWS];            // sums of weights
 shared uint  sums[COEFFICIENTS * TILE * ROWS];
@@ -19,11 +19,11 @@ float get(uint i) {
 
 // A thread's coefficients, me + x * TILE. It keeps their sums.
 struct Values {
-    uint  at[COEFFICIENTS];   // of 16 bits
-    uint  bits[COEFFICIENTS]; // 0: none
+    uint  at[COEFFICIENTS];   // word of a coefficient of 16 bits
+    uint  bits[COEFFICIENTS]; // 0 if there is none
     uint  zero[COEFFICIENTS]; // twice the zero of a level
     float step[COEFFICIENTS];
-    bool  halves; // the head has a 16-bit band
+    bool  halves; // whether the head has a 16-bit band
 };
 
 void find_values(uint h, uint me, inout Values values) {
@@ -40,7 +40,7 @@ void find_values(uint h, uint me, inout Values values) {
         values.halves   = values.halves || band.bits == 16;
         [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
             const uint j = me + x * TILE - band.first;
-            if (j < band.n) { // false before the band: j wraps around
+            if (j < band.n) { // It is false before the band, where j wraps around.
                 values.at[x]   = band.at + j * (TILE / 2);
                 values.bits[x] = band.bits;
                 values.zero[x] = band.place != NO_PLACE ? 255 : (1u << band.bits) - 1u;
@@ -61,17 +61,17 @@ uvec2 v_codes(uint at, Term terms[MAX_FIELDS], uint n) {
     return codes;
 }
 
-// Choices of the last place but x, as those before the first place: lane j becomes j + 1.
+// Returns the choices at place n_path - x. They precede the first place, so lane j becomes j + 1.
 uvec2 v_choices_before(Head head, uint tile, uint j, uint rho, uint x) {
     const Octet octet = octet_of(head, head.n_path - x);
-    const Field f     = field_of(octet.bits, rho, 0); // contains bit 0
+    const Field f     = field_of(octet.bits, rho, 0); // the field with bit 0
     const uint  at    = tile + octet.at + f.line * LINE_WORDS + (j + 7) % 8 * 2;
     return uvec2(v_tiles[at], v_tiles[at + 1]) >> f.shift & ONES;
 }
 
 // Adds the products of this thread's 8 cells to the sums of all coefficients.
 void multiply_values(uint h, uint tile, uint me) {
-    const bool HELD = ROWS <= 4; // true: weights stay in registers; else each use reads them
+    const bool HELD = ROWS <= 4; // whether weights stay in registers; otherwise each use reads them
     const Head head = head_of(1, h);
     const uint j = me % 8, rho = me / 8;
     uvec2      w[ROWS * 2];
@@ -130,7 +130,7 @@ void add_values(Values values, uint h, uint tile, uint me, float weight[ROWS], f
                     const float half_ = c % 2 == 0 ? pair.x : pair.y;
                     [[unroll]] for (uint r = 0; r < ROWS; ++r) {
                         const float w = get(r * TILE + c);
-                        if (w > 0.0) { // halves of masked cells may be infinite
+                        if (w > 0.0) { // Halves of masked cells may be infinite.
                             acc[r * COEFFICIENTS + x] = fma(w, half_, acc[r * COEFFICIENTS + x]);
                         }
                     }
@@ -139,7 +139,7 @@ void add_values(Values values, uint h, uint tile, uint me, float weight[ROWS], f
         }
         barrier();
     }
-    const float weight_step = WEIGHT_STEP * top_of(ROWS); // of weights times scales
+    const float weight_step = WEIGHT_STEP * top_of(ROWS); // unit of weights times scales
     const float by          = weight_step > 0.0 ? scale / weight_step : 0.0;
     [[unroll]] for (uint r = 0; r < ROWS; ++r) {
         const uint w        = uint(fma(weight[r], by, 0.5));
@@ -161,7 +161,7 @@ void add_values(Values values, uint h, uint tile, uint me, float weight[ROWS], f
     [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
             const uint at = (me + x * TILE) * ROWS + r;
-            if (values.bits[x] - 1u < 8u) { // exact: 2 * 64 levels * 65535 fits 32 bits
+            if (values.bits[x] - 1u < 8u) { // No overflow: 2 * 64 levels * 65535 fits 32 bits.
                 const int twice           = int(2 * sums[at] - values.zero[x] * totals[r]);
                 acc[r * COEFFICIENTS + x] = fma(0.5 * weight_step * rise[r], float(twice), acc[r * COEFFICIENTS + x]);
             }

@@ -1,5 +1,6 @@
-// batch.h: the description of a batch for ops on CPUs and GPUs: one row per token and one per slot of the exact window.
-// I32 tensors of a graph store the rows; shaders have the same fields in kernels/vulkan/tokens.glsl and slots.glsl.
+// batch.h: the description of a batch for ops on CPUs and GPUs, with one row per token and one per slot of the exact
+// window. I32 tensors of a graph store the rows; shaders have the same fields in kernels/vulkan/tokens.glsl and
+// slots.glsl.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
-// core_speed.h: how much of a core a thread gets. Speeds of two runs can be compared only if both are equal: a virtual
-// processor shares its core with another one, which takes execution units but not the clock.
+// core_speed.h: measures how much of a core a thread gets. A virtual processor shares its core with another one, which
+// takes execution units but does not change the clock. Speeds of two runs can be compared only if both numbers of
+// CoreSpeed are equal.
 #pragma once
 
 #include <algorithm>
@@ -10,20 +11,19 @@
 
 namespace subkv {
 
-// clock_ghz: the rate of additions that wait for each other, one a cycle. additions_per_cycle: of independent ones.
 struct CoreSpeed {
-    double clock_ghz;
-    double additions_per_cycle;
+    double clock_ghz;           // rate of additions that depend on each other, one per cycle
+    double additions_per_cycle; // rate of independent additions
 };
 
 namespace core_speed_detail {
 
-constexpr int64_t ADDITIONS = 1 << 16; // of a call
+constexpr int64_t ADDITIONS = 1 << 16; // additions of a call
 
-// Adds with N independent sums. The empty assembler statement hides a sum, so that the compiler keeps each addition. The
-// summand is in a register, because some processors add constants without a cycle.
+// Adds with N independent sums. The empty assembler statement hides a sum, so that the compiler keeps each addition.
+// The summand is in a register, because some processors add constants without a cycle.
 template <int N> inline uint64_t add(uint64_t step) {
-    constexpr int TIMES  = 64 / N; // without a branch
+    constexpr int TIMES  = 64 / N; // additions to each sum without a branch
     uint64_t      sum[N] = {};
     for (int64_t i = 0; i < ADDITIONS; i += N * TIMES) {
 #pragma GCC unroll 64
@@ -39,7 +39,7 @@ template <int N> inline uint64_t add(uint64_t step) {
     return all;
 }
 
-// Additions per nanosecond of one call.
+// Returns the additions per nanosecond of one call.
 inline double rate(uint64_t (*additions)(uint64_t)) {
     using Clock = std::chrono::steady_clock;
 
@@ -57,8 +57,8 @@ inline double median(std::vector<double> & values) {
 
 } // namespace core_speed_detail
 
-// Calls of both kinds alternate for `seconds` on the calling thread. The median is not that of a thread that waits for
-// a core, because a call takes some 10 microseconds.
+// Calls of both kinds alternate for `seconds` on the calling thread. The median excludes calls in which the thread
+// waits for a core, because a call takes only some 10 microseconds.
 inline CoreSpeed core_speed(double seconds = 0.2) {
     using namespace core_speed_detail;
     using Clock = std::chrono::steady_clock;

@@ -21,16 +21,17 @@ constexpr float EIGHTHS[8] = { 1.0f,        1.09050775f, 1.18920708f, 1.29683959
 constexpr int32_t  SCALE_ONE  = 160; // s = 1
 constexpr int32_t  SCALE_MOST = 254; // the largest scale
 constexpr int32_t  SCALE_NAN  = 255;
-extern const float SCALES[256]; // by scale code
+extern const float SCALES[256]; // scales by scale code
 
-// The half of every element of an exact row that is not finite. No other NaN and no infinity is stored.
+// If an element of an exact row is not finite, all its elements become this half. No other NaN and no infinity is
+// stored.
 constexpr uint16_t HALF_NAN = 0x7e00;
 
 // The scale codes that encode tries are the smallest code without clipping and this many below it (factor 2^(-10/8)).
 constexpr int32_t SCALE_CANDIDATES_BELOW = 10;
 constexpr float   HALF_MAX               = 65504.0f; // coefficients of 16-bit bands are clamped to +-HALF_MAX
 
-constexpr int     MAX_BANDS     = 8;   // of a head
+constexpr int     MAX_BANDS     = 8;   // bands of a head
 constexpr int     MAX_HEAD_SIZE = 576; // d, a multiple of BAND_STEP
 constexpr int32_t BAND_STEP     = 8;   // bands have multiples of this many coefficients
 
@@ -49,8 +50,8 @@ SUBKV_EVERYWHERE float half_range(int32_t bits) {
 //
 
 constexpr int FORMAT_VERSION        = 5;
-constexpr int FORMAT_WITHOUT_DIGEST = 4; // also read
-constexpr int CODES_VERSION         = 4; // of rows and bases, and part of the fingerprint
+constexpr int FORMAT_WITHOUT_DIGEST = 4; // an older version, which is also read
+constexpr int CODES_VERSION         = 4; // version of rows and bases, a part of the fingerprint
 constexpr int MAX_LAYERS            = 1024;
 constexpr int MAX_HEADS_KV          = 1024;
 constexpr int MAX_SINK              = 4096;
@@ -60,7 +61,7 @@ constexpr int MAX_RECENT            = 65536;
 // caches
 //
 
-// defaults of the exact window; python/subkv/format/window.py has the same, and a test compares them
+// The defaults of the exact window. python/subkv/format/window.py has the same ones, and a test compares them.
 constexpr int32_t DEFAULT_SINK     = 4;
 constexpr int32_t DEFAULT_RECENT   = 128;
 constexpr int32_t DEFAULT_ROLLBACK = 16; // exact rows beyond n_recent

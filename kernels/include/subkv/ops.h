@@ -1,6 +1,6 @@
 // ops.h: the contract of every kernel. Shapes here are authoritative; kernels/ref has the definitions in plain scalar
-// code, kernels/cpu the fast versions. C++17, no allocation visible to the caller. The only exception is
-// std::bad_alloc: results are then undefined, but encode of the versions in kernels/cpu has changed no cell.
+// code, kernels/cpu the fast versions. The code is C++17, and the caller sees no allocation. The only exception is
+// std::bad_alloc. Results are then undefined, but encode in kernels/cpu has changed no cell.
 //
 // Glossary: a *coefficient* is one number of c = E x; its *code* is the quantized integer; a head's *row* is the data
 // of one cell for one KV head (K or V): one scale byte, then the codes of its bands.
@@ -72,8 +72,8 @@ struct HeadCodec {
     const float * offset; // [rank] E mean, finite, or nullptr for zeros
 };
 
-// Online-softmax state of one query row: m = running max of logits, z = sum exp(l - m), acc = sum exp(l - m) value.
-// Start: m = -INFINITY, z = 0, acc = 0.
+// The online-softmax state of a query row is m = running max of logits, z = sum exp(l - m), acc = sum exp(l - m) value.
+// It starts with m = -INFINITY, z = 0, acc = 0.
 //
 // attend computes attention of n_tok * n_group query rows over n_cells coded cells of one KV head. Query row (t, g) is
 // number t * n_group + g everywhere below.
@@ -83,12 +83,12 @@ struct HeadCodec {
 // bias = -INFINITY excludes the cell, whatever its bytes are (a masked cell may have any content).
 // acc accumulates dequantized value *coefficients* of v (with scale, ratio and zero point).
 //
-// NaN in, NaN out: a query row is lost if qt . c_k, shift, bias or the logit of a cell that it sees is NaN or infinite,
-// before the cap too. That is so for every cell it sees if its query is not finite, and for a key that could not be
-// coded (SCALE_NAN) or whose halves are not finite. A lost row has z = NaN, m > -INFINITY, any acc, and stays lost in
-// later calls. A value that could not be coded or whose halves are not finite also loses the row, or makes elements of
-// its acc NaN or infinite, if its weight is not 0; with weight 0 it adds nothing. Weights of less than e^-87 of the
-// row's largest may count as 0. Other rows of the call do not change.
+// A query row is *lost* if qt . c_k, shift, bias or the logit of a cell that it sees is NaN or infinite, before the cap
+// too. That is so for every cell it sees if its query is not finite, and for a key that could not be coded (SCALE_NAN)
+// or whose halves are not finite. A lost row has z = NaN, m > -INFINITY, any acc, and stays lost in later calls. A
+// value that could not be coded or whose halves are not finite also loses the row, or makes elements of its acc NaN or
+// infinite, if its weight is not 0; with weight 0 it adds nothing. Weights of less than e^-87 of the row's largest may
+// count as 0. Other rows of the call do not change.
 struct AttendArgs {
     const HeadCodec * k;
     const HeadCodec * v;
@@ -111,8 +111,8 @@ struct AttendArgs {
     int64_t           acc_stride;
 };
 
-// The same over n_keys exact keys: half-precision rows of full head size, gathered through pointers. Numbers that are
-// not finite have the same effect.
+// attend_exact does the same over n_keys exact keys, which are half-precision rows of the full head size, gathered
+// through pointers. Numbers that are not finite have the same effect.
 //   logit(t,g,i) = cap( q[t,g] . k_i ) + slope[g] * bias[t][i]
 struct ExactArgs {
     int64_t                  d_k, d_v;
@@ -128,7 +128,7 @@ struct ExactArgs {
     float                    softcap;
     float *                  m; // [n_tok*n_group]
     float *                  z; // [n_tok*n_group]
-    // [n_tok*n_group][acc_stride], of which the first d_v are used, for values, not coefficients
+    // [n_tok*n_group][acc_stride] sums of values, not of coefficients; the first d_v of each row are used
     float * acc;
     int64_t acc_stride;
 };
@@ -151,11 +151,11 @@ struct Ops {
                        const int64_t * cells, float * c);
 
     // y[t][i] = scale * sum_j m[i][j] x[t][j];  m [r][d]; x [n][ldx], y [n][ldy] f32
-    //   Products and sums in f32 or wider, without another rounding of m's entries.
+    //   Products and sums are f32 or wider, and m's entries are not rounded again.
     void (*project)(const Matrix & m, int64_t r, int64_t d, const float * x, int64_t ldx, int64_t n, float scale,
                     float * y, int64_t ldy);
 
-    // o[j] += sum_i e[i] m[i][j];  m [r][d]; e [r], o [d] f32. Products and sums as in project.
+    // o[j] += sum_i e[i] m[i][j]; m [r][d]; e [r], o [d] f32. Products and sums are as in project.
     void (*reconstruct)(const Matrix & m, int64_t r, int64_t d, const float * e, float * o);
 
     void (*attend)(const AttendArgs & args);

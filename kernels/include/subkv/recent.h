@@ -8,8 +8,8 @@
 // Rounding is to nearest even. A step that rounds to zero gives q = 0. A row that is not finite has the step HALF_NAN
 // and q = 0; every element of a row whose step is not finite is HALF_NAN. All arithmetic is f32, in which step q_j is
 // exact.
-// Bytes: step (IEEE half), then u_j = q_j + 512: u_j >> 2 in byte j, then u_j & 3 in byte j % (d/4), bits 2 * (j /
-// (d/4)).
+// The bytes of a row are the step as an IEEE half, then u_j >> 2 in byte j, where u_j = q_j + 512, then u_j & 3 in byte
+// j % (d/4) at bit 2 * (j / (d/4)).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// sketch.h: sketches of the second moment of a stream of rows, and the subspace that it spans. Contracts; the
-// definitions are kernels/sketch/{eigen,sketch}.cpp. C++17, no exceptions but bad_alloc.
+// sketch.h: sketches of the second moment of a stream of rows, and the subspace that it spans.
+// kernels/sketch/{eigen,sketch}.cpp have the definitions. The code is C++17 and throws only std::bad_alloc.
 //
 // A sketch's state is plain memory; its parameters determine the size. A copy of the bytes is a copy of the sketch. The
 // state depends only on the rows and their order: any split of a stream into calls gives the same bytes.
@@ -15,9 +15,10 @@ constexpr int MAX_SKETCH_SIZE = 256;  // d
 constexpr int MAX_SKETCH_ROWS = 1024; // l
 constexpr int OJA_PERIOD      = 32;   // rows between two QR decompositions (paper ojakv: T)
 
-// Eigenvalues and eigenvectors of a symmetric matrix: Householder tridiagonalization, then QL with implicit shifts.
-//   a [n][n] f64 in: the matrix, both triangles; out: row i is the unit eigenvector of w[i]
-//   w [n] f64    out: eigenvalues, largest first; |error| <= a few n * eps * the largest |eigenvalue|
+// Computes eigenvalues and eigenvectors of a symmetric matrix by Householder tridiagonalization and QL with implicit
+// shifts.
+//   a [n][n] f64  both triangles of the matrix; on return, row i is the unit eigenvector of w[i]
+//   w [n] f64     eigenvalues, largest first, with |error| <= a few n * eps * the largest |eigenvalue|
 // Returns false if a value is not finite (a is then undefined), or if it does not converge (no case is known).
 bool eigen_symmetric(double * a, double * w, int64_t n);
 
@@ -30,9 +31,9 @@ enum class SketchKind : int32_t {
 struct SketchParams {
     SketchKind kind;
     int32_t    d;     // row length, 1 .. MAX_SKETCH_SIZE
-    int32_t    rows;  // l, 1 .. MAX_SKETCH_ROWS (OJA: <= d). COVARIANCE ignores it
-    float      decay; // in (0, 1]: factor on a row's weight for every later row
-    float      rate;  // OJA: eta in (0, 1), per row of mean energy
+    int32_t    rows;  // l, 1 .. MAX_SKETCH_ROWS, for OJA at most d; COVARIANCE ignores it
+    float      decay; // in (0, 1], factor for a row's weight with every later row
+    float      rate;  // for OJA, eta in (0, 1), per row of mean energy
 };
 
 // If it returns false, `err` has the error in one sentence. All functions below require parameters that pass this
@@ -49,10 +50,11 @@ bool sketch_valid(const SketchParams & params, const void * state);
 // their number.
 int64_t sketch_absorb(const SketchParams & params, void * state, const float * x, int64_t ldx, int64_t n);
 
-// The r directions of most energy: rows [r][d] f64 orthonormal, energy [r] f64 = the sketch's estimate of the weighted
-// sum of (row . x)^2, largest first. The estimate spreads lost energy evenly: over all d directions (FD: energy lost by
-// shrinking) or over the directions outside U (OJA: energy outside U). The d energies add up to the stream's energy. r
-// <= d; further orthonormal directions complete the sketch's own. Returns false if a value of the state is not finite.
+// Computes the r <= d directions of most energy. rows [r][d] f64 are orthonormal, and energy [r] f64 is the sketch's
+// estimate of the weighted sum of (row . x)^2, largest first. FREQUENT_DIRECTIONS spreads the energy that shrinking
+// loses evenly over all d directions, and OJA the energy outside U over the directions outside U. The d energies add up
+// to the stream's energy. Further orthonormal directions complete the sketch's own. Returns false if a value of the
+// state is not finite.
 bool sketch_top(const SketchParams & params, const void * state, int64_t r, double * rows, double * energy);
 
 int64_t sketch_count(const void * state);                               // rows absorbed

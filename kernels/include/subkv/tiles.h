@@ -8,8 +8,9 @@
 //
 // A line is LINE bytes. An octet decodes to eight *registers* rho of 64 codes, one byte each. The code of coefficient j
 // (0..7) of the octet and cell c is at
-//   K: rho = 4*(j/4) + c/16, byte 4*(c%16) + j%4    a dword has 4 coefficients of a cell: logits need no sum of lanes
-//   V: rho = c/8,            byte 8*j + c%8         a qword has 8 cells of a coefficient: sums of values neither
+//   K: rho = 4*(j/4) + c/16, byte 4*(c%16) + j%4    a dword has 4 coefficients of a cell
+//   V: rho = c/8,            byte 8*j + c%8         a qword has 8 cells of a coefficient
+// so products accumulate without sums over the lanes of a register.
 // All codes of a register are at the same bits of the same lines; tile_fields(b, rho) returns these bits and lines.
 // A 16-bit band has 16 lines per octet: coefficient j of all cells as little-endian halves, cell c at byte 128*j + 2*c.
 #pragma once

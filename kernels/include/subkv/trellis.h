@@ -53,15 +53,15 @@ constexpr int32_t TRELLIS_TRIED = 4;
 
 constexpr int32_t N_LINES = 5;
 
-// The line a |y| + b. The minimum over all lines maps a value y = c / step to its place among the levels, counted from
-// the middle, at which y changes from one level of a subset to the next.
+// The line a |y| + b. The minimum over all lines maps |y|, where y = c / step, to a place among the levels, counted
+// from the middle, such that rounding the place finds the nearest level of each subset.
 struct TrellisLine {
     float a, b;
 };
 
 SUBKV_EVERYWHERE TrellisLine trellis_line(int32_t bits, int32_t n) {
     const float t = (float) trellis_double(bits) + 0.5f, u = (float) trellis_triple(bits) + 0.5f;
-    const float second = t + 2.0f < u - 2.0f ? t + 2.0f : u - 2.0f; // half the bends up to line n, ascending
+    const float second = t + 2.0f < u - 2.0f ? t + 2.0f : u - 2.0f; // one .. four are half sums of ascending bends.
     const float third  = t + 2.0f < u - 2.0f ? u - 2.0f : t + 2.0f;
     const float one = 0.5f * (t - 2.0f), two = one + 0.5f * second, three = two + 0.5f * third;
     const float four = three + 0.5f * (u + 2.0f);

@@ -9,16 +9,16 @@ namespace subkv::vulkan {
 
 constexpr int MAX_CONSTANTS = 2;
 constexpr int MAX_BUFFERS   = 10;
-constexpr int MAX_PUSH      = 32; // words; every device supports 128 bytes
+constexpr int MAX_PUSH      = 32; // words, because every device supports 128 bytes
 
 struct Dispatch {
     const char *     name;
-    const uint32_t * spirv; // static storage: the address and the constants identify the pipeline
+    const uint32_t * spirv; // in static storage, because its address and the constants identify the pipeline
     size_t           spirv_bytes;
-    uint32_t         n_constants; // of specialization
+    uint32_t         n_constants; // number of specialization constants
     uint32_t         constants[MAX_CONSTANTS];
-    uint32_t         n_buffers;            // bindings 0 .. n_buffers - 1
-    const void *     buffers[MAX_BUFFERS]; // whole buffers: ggml_tensor, no view; shaders add offsets from `push`
+    uint32_t         n_buffers;            // number of bindings
+    const void *     buffers[MAX_BUFFERS]; // whole ggml_tensors, not views; shaders add offsets from `push`
     uint32_t         n_push;               // words
     uint32_t         push[MAX_PUSH];
     uint32_t         groups[3];

@@ -1,7 +1,7 @@
-// widths.h: the widths of codes with their constants (converter/FORMAT.md §2, §3), one line each. All other code reads
-// them from here: C++ and CUDA by the functions below and by these macros, shaders by the tables that vulkan/ops.cpp
-// writes, Triton by subkv_triton/widths.py, which `python cmake/widths.py` writes. tiles.h has the fields of each
-// width, and docs/development.md lists all places of a new one.
+// widths.h: the widths of codes, each with its constants in one line (converter/FORMAT.md §2, §3). All other code
+// reads them from here: C++ and CUDA by the functions below and by these macros, shaders by the tables that
+// vulkan/ops.cpp writes, Triton by subkv_triton/widths.py, which `python cmake/widths.py` writes. tiles.h has the
+// fields of each width, and docs/development.md lists all places of a new one.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ namespace subkv {
 
 #define SUBKV_BITS(bits, ...) bits,
 
-constexpr int32_t WIDTHS[] = { SUBKV_PATH_WIDTHS(SUBKV_BITS, ) SUBKV_PLAIN_WIDTHS(SUBKV_BITS, ) 16 }; // of a band
+constexpr int32_t WIDTHS[] = { SUBKV_PATH_WIDTHS(SUBKV_BITS, ) SUBKV_PLAIN_WIDTHS(SUBKV_BITS, ) 16 }; // widths of bands
 #undef SUBKV_BITS
 
 static constexpr bool is_width(int32_t bits) {
@@ -44,7 +44,7 @@ static constexpr bool is_width(int32_t bits) {
     return false;
 }
 
-// Statements that return a column of the row of `bits`.
+// Statements that return a column of the table above in the row of `bits`.
 #define SUBKV_RETURN(width, value)                                                                                     \
     if (bits == width) {                                                                                               \
         return value;                                                                                                  \

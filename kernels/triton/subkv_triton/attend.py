@@ -82,7 +82,7 @@ def _codes(base, at, visible, scales_ptr, table, j, R: tl.constexpr, ANY_HALF: t
         level = tl.where((kind == _CODED)[None, :], level, 0.0)
         stored = index.to(tl.int16).to(tl.float16, bitcast=True)
         stored = _settle(tl.where((kind == _HALF)[None, :], stored, 0.0))
-    centred = _settle(level.to(tl.float16))  # padding is 0: its index and centre are 0
+    centred = _settle(level.to(tl.float16))  # Padding is 0, because its index and centre are 0.
     if not ANY_HALF:
         stored = centred  # not used
     return s, centred, stored
@@ -207,7 +207,7 @@ def _empty_state(M: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def _store(m_ptr, z_ptr, acc_ptr, out, at, live, m, z, acc, j, R: tl.constexpr):
-    m = tl.where((z != z) & (m == float("-inf")), 0.0, m)  # a lost row is not one without visible cells
+    m = tl.where((z != z) & (m == float("-inf")), 0.0, m)  # A lost row differs from one without visible cells.
     tl.store(m_ptr + out + at, m, mask=live)
     tl.store(z_ptr + out + at, z, mask=live)
     tl.store(acc_ptr + out * R + (at[:, None] * R + j[None, :]), acc, mask=live[:, None])
@@ -252,7 +252,7 @@ def _attend(
     M: tl.constexpr,
     C: tl.constexpr,
 ):
-    # heads are the fastest axis: programs that share sectors of rows run together
+    # Heads are the fastest axis, so that programs that share sectors of rows run together.
     head, n_head = tl.program_id(0), tl.num_programs(0)
     part = tl.program_id(1) % n_split
     block = tl.program_id(1) // n_split
@@ -278,7 +278,7 @@ def _attend(
     offset = tl.arange(0, C)
     for first in range(part * split, end, C):
         bias, visible = _load_bias(bias_ptr + first_token * n_cells, token, live, first, end, n_cells, C)
-        # masked cells may have any content, so they are not read
+        # Masked cells may have any content, so they are not read.
         if tl.max(visible.to(tl.int32), axis=0) > 0:
             k_row = k_head + tl.cast(first, tl.int64) * k_stride
             s, codes, halves = _codes(k_row, offset * k_stride, visible, scales_ptr, k_table, jk, RK, K_HALF, K_PATH)

@@ -18,19 +18,19 @@ from subkv_triton.fields import HALF, LINE_FACTORS, Band, Fields, row_bytes
 from subkv_triton.widths import PLANES
 
 # Rows of Codecs.coefficients. A coefficient's index is the exclusive or of four parts, LOW, HIGH, ONE and TWO, each
-# (byte AT >> FROM & BITS) << TO, packed into one word. LOW and HIGH are its code; ONE and TWO are the lowest bits of
-# the codes one and two places before on a path (fields.Fields), with BITS 0 without a path
+# (byte AT >> FROM & BITS) << TO, packed into one word. LOW and HIGH are its code. ONE and TWO are the lowest bits of
+# the codes one and two places before on a path (fields.Fields), with BITS 0 without a path.
 LOW, HIGH, ONE, TWO, LEVELS, KIND, ON = range(7)
 N_ROWS = 7
 FROM, TO, BITS = 16, 19, 23
 """Lowest bits of the fields of a part's word; AT is below FROM."""
 # The value of index i, with y = i - centre, is step sign(y) (|y| + max(|y| - double, 0) + max(|y| - triple, 0)). The
-# lowest three bytes of LEVELS are twice the centre, double and triple
+# lowest three bytes of LEVELS are twice the centre, double and triple.
 # Rows of Codecs.places (coefficient, 2^bits) and of Codecs.place_numbers (step, bends, constants of lines)
 PLACE, N_LEVELS = range(2)
 PLACE_STEP, PLACE_DOUBLE, PLACE_TRIPLE, LINES = range(4)
 N_PLACE_NUMBERS = LINES + len(LINE_FACTORS)
-# Rows of Codecs.packing per slot of a byte: (code of coefficient SOURCE >> DROP & MASK) << LIFT
+# Rows of Codecs.packing for a slot of a byte, which is (code of coefficient SOURCE >> DROP & MASK) << LIFT
 SOURCE, DROP, MASK, LIFT = range(4)
 SLOTS = 8
 

@@ -58,7 +58,7 @@ def _merge_splits(m_ptr, z_ptr, at, live, n_split, n_rows, M: tl.constexpr):
 def _weight(m, z, sink_ptr, HAS_SINKS: tl.constexpr):
     """1 / z [M], with attention sinks in the sum; 0 for rows without visible keys."""
     w = tl.where(z > 0, 1.0, 0.0)
-    if HAS_SINKS:  # a logit without a value
+    if HAS_SINKS:  # A sink is a logit without a value.
         sink = tl.load(sink_ptr)
         top = tl.maximum(m, sink)
         w = tl.exp(m - top)
@@ -108,7 +108,7 @@ def _combine(
 
     m, base, z = _merge_splits(m_ptr, z_ptr, at, live, n_split, n_rows, M)
     o = tl.zeros((M, DV), tl.float32)
-    for first in range(0, RV, R):  # the whole D_v does not fit small devices
+    for first in range(0, RV, R):  # The whole D_v does not fit small devices.
         j = first + jr
         e = tl.zeros((M, R), tl.float32)
         for i in range(n_split):
@@ -129,14 +129,14 @@ def _combine(
         shown = tl.max((bias != float("-inf")).to(tl.int32), axis=0) > 0
         at_key = (stream * n_keys + key) * n_head + head
         logit = tl.zeros((M, C), tl.float32)
-        for part in range(0, DK, D):  # with whole queries, operands of tl.dot take most registers of some GPUs
+        for part in range(0, DK, D):  # Whole queries would take most registers of some GPUs.
             j = part + jk
             q = tl.load(q_ptr + at[:, None] * d_k + j[None, :], mask=live[:, None] & (j < d_k)[None, :], other=0.0)
             k = tl.load(k_ptr + at_key[:, None] * d_k + j[None, :], mask=shown[:, None] & (j < d_k)[None, :], other=0.0)
             logit += _dot(q, tl.trans(k))
         p, keep, m, z = softmax_step(logit, bias, slope, softcap, m, z, HAS_CAP)
         v = tl.load(v_ptr + at_key[:, None] * d_v + jv[None, :], mask=shown[:, None] & (jv < d_v)[None, :], other=0.0)
-        bad = tl.max((~(tl.abs(v) < float("inf"))).to(tl.int32), axis=1) > 0  # zero times NaN is NaN
+        bad = tl.max((~(tl.abs(v) < float("inf"))).to(tl.int32), axis=1) > 0  # Zero times NaN is NaN.
         z += bad_weight_nan(p, bad)
         o = o * keep[:, None] + _dot(p, tl.where(bad[:, None], 0.0, v))
 

@@ -105,7 +105,7 @@ def _choose(
     live = finite & (tl.max(size, axis=0) > 0)
     tl.store(bad_ptr + at, (~finite).to(tl.int32))
 
-    # k0: the smallest scale code without clipping
+    # k0 is the smallest scale code without clipping.
     full = tl.where(coded, tl.load(ratios + j) * tl.load(zeros + j), 1.0)
     reach = tl.max(tl.where(coded & live, tl.div_rn(size, full), 0.0), axis=0)
     every = tl.arange(0, 256)
@@ -119,7 +119,7 @@ def _choose(
     total = _squared_errors(c_row, s, kinds, on, ratios, zeros, R, _CANDIDATES, False)
     total = tl.where(tried & live, total, float("inf"))
     least = tl.min(total, axis=0)
-    best = k0 - tl.min(tl.where(total == least, below, _CANDIDATES), axis=0)  # ties to the larger scale
+    best = k0 - tl.min(tl.where(total == least, below, _CANDIDATES), axis=0)  # Ties go to the larger scale.
     best = tl.where(tl.max(coded.to(tl.int32), axis=0) > 0, best, _SCALE_ONE)
     tl.store(chosen_ptr + at, tl.where(live, best, 0))
     if ANY_PATH:

@@ -28,8 +28,8 @@ class Shapes:
 DEFAULT = Shapes()
 FEW_CELLS = Shapes(prompt=Shape(64, 16, 8))
 SM_80 = Shapes(decode=Shape(16, 32, 8), prompt=Shape(32, 32, 8))
-SM_86 = Shapes(decode=Shape(16, 32, 8))  # a fifth of the barriers per cell of half as many cells
-# Triton multiplies halves as floats before sm_80: every lane holds rows of both operands
+SM_86 = Shapes(decode=Shape(16, 32, 8))  # With half as many cells, there would be five times as many barriers per cell.
+# Before sm_80, Triton multiplies halves as floats, and every lane holds rows of both operands.
 NO_TENSOR_CORES = Shapes(prompt=Shape(32, 16, 8))
 NO_TENSOR_CORES_NARROW = Shapes(prompt=Shape(32, 32, 8))
 EVERY = [DEFAULT, FEW_CELLS, SM_80, SM_86, NO_TENSOR_CORES, NO_TENSOR_CORES_NARROW]

@@ -117,7 +117,7 @@ def _find(
     live = inside & (middle > 0)
     c_rows = c_ptr + at * R
 
-    # the scale: any start and end state
+    # The search of the scale allows any start and end state.
     tried = tl.arange(0, _TRIED)[None, :]
     k = middle[:, None] - _BELOW + tried
     s = tl.load(scales_ptr + tl.minimum(tl.maximum(k, 1), _SCALE_MOST))
@@ -135,7 +135,7 @@ def _find(
     best = tl.where(least < float("inf"), middle - _BELOW + first, middle)
     tl.store(chosen_ptr + at, best, mask=live)
 
-    # the path: it starts and ends in the same state
+    # The path starts and ends in the same state.
     s_best = tl.load(scales_ptr + tl.where(live, best, 1))
     end = tl.arange(0, 4)[None, :]
     zero = tl.zeros((B, 4), tl.float32)
@@ -154,7 +154,7 @@ def _find(
     least = tl.min(cost, axis=1)
     state = tl.min(tl.where(cost == least[:, None], end, 4), axis=1)
 
-    tl.debug_barrier()  # threads read bits written by other threads
+    tl.debug_barrier()  # Threads read bits that other threads have written.
     shift = 4 * state
     for i in range(length):
         t = length - 1 - i

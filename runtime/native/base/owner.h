@@ -24,8 +24,8 @@ template <typename Status> bool is_trusted_owner([[maybe_unused]] const Status &
 
 enum class Writers { OWNER, GROUP }; // GROUP means the owner and his group, as with a umask of 002
 
-// Who else than this user and root can write to the file or folder, with the remedy, or "" if nobody can, or if it does
-// not exist. Follows links. `model` is a file whose owner is trusted too, or "" if there is none.
+// Returns who can write to the file or folder besides this user and root, with the remedy, or "" if nobody can. Follows
+// links. The owner of `model`, which may be "", is trusted too.
 inline std::string other_writers([[maybe_unused]] const std::string & path, [[maybe_unused]] Writers allowed,
                                  [[maybe_unused]] const std::string & model = "") {
 #if !defined(_WIN32)

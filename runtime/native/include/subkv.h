@@ -181,16 +181,15 @@ typedef struct subkv_cache_request {
 
 // The cache that is given. The texts are valid until the next call on the same thread.
 typedef struct subkv_cache_choice {
-    const char * type_k; // "subkv" for both, or types of ggml
-    const char * type_v;
-    int32_t      ggml_type_k; // enum ggml_type, for llama_context_params
-    int32_t      ggml_type_v;
-    // nobody asked for a coded cache, so that f16 replaces one that the engine does not support
-    bool           automatic;
-    int32_t        source; // of the bases
-    const char *   path;   // of their file, or "" if there is none, or they are derived
-    subkv_layout * layout; // to be freed by the caller, or NULL for an ordinary cache
-    float          bits;   // of the layout, per element, and those of the same bases by default
+    const char *   type_k; // "subkv" for both, or types of ggml
+    const char *   type_v;
+    int32_t        ggml_type_k; // enum ggml_type, for llama_context_params
+    int32_t        ggml_type_v;
+    bool           automatic; // whether f16 replaces a coded cache that the engine does not support
+    int32_t        source;    // of the bases
+    const char *   path;      // of their file, or "" if there is none, or they are derived
+    subkv_layout * layout;    // to be freed by the caller, or NULL for an ordinary cache
+    float          bits;      // of the layout, per element, and those of the same bases by default
     float          bits_default;
     int32_t        n_sink, n_recent, n_rollback;
     const char *   adapt;

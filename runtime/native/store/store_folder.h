@@ -47,8 +47,8 @@ public:
         size_t    size;
     };
 
-    // Reads a regular file of `size` bytes into `parts`, whose sizes add up to `size`. Returns false without a file of this
-    // size, and if it is another user's. Throws std::system_error if it cannot be read.
+    // Reads a regular file of `size` bytes into `parts`, whose sizes add up to `size`. Returns false without
+    // such a file of a trusted owner. Throws std::system_error if it cannot be read.
     bool read(const std::string & name, uint64_t size, const std::vector<MutableBytes> & parts) const;
 
     // Throws std::system_error and then leaves no part of the file.
