@@ -84,14 +84,6 @@ template <int F> struct Shared {
     }
 };
 
-// Starts the copies of the head's plan and of the words of the queries.
-template <int F>
-__device__ inline void copy_plan(const Attend & a, const Split & split, Plan * plan, uint32_t * words) {
-    const int n = Queries<F>::size(a.layer.width_k);
-    copy_all(plan, (const Plan *) a.layer.plan + split.h, (int) sizeof(Plan));
-    copy_all(words, a.words + split.row * n, n * (int) sizeof(uint32_t));
-}
-
 // Reads the lane's words of an octet's lines.
 struct Lines {
     const uint8_t * at;

@@ -13,6 +13,14 @@ __device__ inline void copy_all(void * to, const void * from, int bytes) {
     copy_part((uint8_t *) to + at, (const uint8_t *) from + at, bytes - at, THREADS);
 }
 
+// Starts the copies of the head's plan and of the words of the queries.
+template <int F>
+__device__ inline void copy_plan(const Attend & a, const Split & split, Plan * plan, uint32_t * words) {
+    const int n = Queries<F>::size(a.layer.width_k);
+    copy_all(plan, (const Plan *) a.layer.plan + split.h, (int) sizeof(Plan));
+    copy_all(words, a.words + split.row * n, n * (int) sizeof(uint32_t));
+}
+
 // The shift and the slope of a thread's query rows. Element f is that of row FOUR * f + lane % FOUR.
 template <int F> struct QueryRows {
     float shift[F], slope[F];
