@@ -203,10 +203,8 @@ std::vector<std::shared_ptr<const PrefixHead>> PrefixIndex::heads(const std::str
     std::unique_lock<std::mutex> reads(scan_mutex, std::defer_lock);
     if (wait) {
         reads.lock();
-    } else {
-        reads.try_lock();
     }
-    if (reads) {
+    if (wait || reads.try_lock()) {
         // A file created within the resolution of file times after the last scan does not change the folder's time.
         const int64_t time = folder.changed();
         if (time != changed || looked - time < COARSE) {
