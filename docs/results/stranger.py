@@ -27,6 +27,8 @@ from typing import Any
 import click
 import render
 
+from runtime.busy import LIMIT, Busy
+
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
 USER, HOME = "stranger", "home/stranger"
@@ -141,7 +143,11 @@ def steps() -> list[Step]:
         ),
         run("Python", "python readme.py", "KVStats", shown="README's Python"),
         run("an app", of_page(readme, "python app.py --model"), *coded),
-        run("chat", 'echo "What is the capital of France?" | subkv chat -m model.gguf', "Paris"),
+        run(
+            "chat",
+            'echo "What is the capital of France?" | subkv chat -m model.gguf',
+            "coded|subkv, .* bits per element",
+        ),
         run("convert", "subkv convert model.gguf", "model"),
         run("check", of_page(readme, "subkv check"), "noise floor"),
         run("doctor", "subkv doctor", "llama"),
@@ -278,7 +284,7 @@ def walked(folder: Path, step: Step, binds: tuple[Path, ...]) -> dict[str, Any]:
     root = prepared(folder, step.image)
     bring(folder, step)
     log = folder / f"{step.name.replace(' ', '-')}.log"
-    start = time.monotonic()
+    start, busy = time.monotonic(), Busy()
     with log.open("w+") as screen:
         command = _command(root, step.command, USER, binds, step.offline)
         try:
@@ -286,11 +292,23 @@ def walked(folder: Path, step: Step, binds: tuple[Path, ...]) -> dict[str, Any]:
             code = done.returncode
         except subprocess.TimeoutExpired:
             code = 124
-    seconds = time.monotonic() - start
+    seconds, others = time.monotonic() - start, busy.others()
     text = log.read_text("utf-8", "replace")
     said = [line for line in re.split(r"[\r\n]+", text) if any(re.search(words, line) for words in step.said)]
     ended = code == 0 and re.search(r"[\s\S]*?".join(step.said), text) is not None
-    return {"name": step.name, "ended": ended, "code": code, "seconds": seconds, "said": said[-LINES:]}
+    return {
+        "name": step.name,
+        "ended": ended,
+        "code": code,
+        "seconds": seconds,
+        "others": others,
+        "said": said[-LINES:],
+    }
+
+
+def _seconds(row: dict[str, Any]) -> str:
+    busy = " beside other work" if (row["others"] or 0.0) > LIMIT else ""
+    return f"{row['seconds']:.0f}{busy}" + ("" if row["ended"] else f", failed ({row['code']})")
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
@@ -302,7 +320,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         ("step", lambda row: row["name"]),
         ("image", lambda row: row["step"].image),
         ("command", lambda row: f"`{row['step'].shown or row['step'].command}`"),
-        ("seconds", lambda row: f"{row['seconds']:.0f}" + ("" if row["ended"] else f", failed ({row['code']})")),
+        ("seconds", _seconds),
     ]
     return "\n\n".join([
         "<!-- written by docs/results/stranger.py -->",
