@@ -103,7 +103,8 @@ def served(command: str) -> str:
     """A shell's text that starts a server, asks it once it listens, and ends it."""
     url = "http://127.0.0.1:8080"
     return (
-        f"set -m; {command} >server.log 2>&1 & for i in $(seq 600); do curl -sf {url}/health && break; sleep 0.1; done; "
+        f"set -m; {command} >server.log 2>&1 & "
+        f"for i in $(seq 600); do curl -sf {url}/health && break; sleep 0.1; done; "
         f"curl -s -m 600 {url}/v1/chat/completions -d {shlex.quote(ASK)}; echo; grep -h 'subkv: coded' server.log; "
         'kill -INT %1; wait %1; echo "ended with $?"'
     )
