@@ -351,6 +351,7 @@ DIMS: dict[str, Any] = {
     "n_ff": 128,
     "n_ctx_train": 4096,
     "rope_freq_base": 10000.0,
+    "rope_factor": 1.0,  # of linear scaling
     "dtype": "f32",
     "template": TEMPLATE,
 }
@@ -422,6 +423,8 @@ def build(path: Path, arch: str = "llama", seed: int = 0, split_tensors: int = 0
             "rope.dimension_count": m.head_size,
             "rope.freq_base": float(m.rope_freq_base),
         }
+    if m.rope_factor != 1.0:
+        m.keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(m.rope_factor)}
     if "n_expert" in m.dims:
         m.keys |= {"expert_count": m.n_expert, "expert_used_count": m.n_expert_used}
     ARCHS[arch].fill(m)
@@ -440,6 +443,8 @@ def write(path: Path, m: Model, split_tensors: int) -> Path:
             writer.add_uint32(name, value)
         elif isinstance(value, list):
             writer.add_array(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
         else:
             writer.add_float32(name, float(value))
     tokens, merges = vocabulary()

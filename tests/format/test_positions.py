@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 from calib_synthetic import random_calibration
 
+from converter.session import Session
+from converter.source import Source
+from subkv.engine.observer import SAMPLE
 from subkv.format.calibration import LayerSensitivity, Sensitivity
 from subkv.native.gguf import Gguf
 from subkv.plan.positions import average_over_positions, can_spread, pairs
+
+
+SLIDING = {"gemma3": range(5)}  # layers that rotate at another frequency
 
 
 def turn(d: int, offset: float, neighbours: bool) -> np.ndarray:
@@ -26,7 +32,7 @@ def turn(d: int, offset: float, neighbours: bool) -> np.ndarray:
     return matrix
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen2vl"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen2vl", "gemma2"])
 def test_moments_are_the_mean_over_offsets(arch: str, tiny_model: Callable[..., Path]) -> None:
     """Fine midpoint sums over [0, 4096 − 256]; the tiny models are trained for 4096 positions."""
     stats = random_calibration(arch=arch, n_ctx=256)
@@ -83,9 +89,33 @@ def test_a_calibration_of_the_trained_context_stays(tiny_model: Callable[..., Pa
         assert can_spread(base)
 
 
+@pytest.mark.parametrize(
+    ("arch", "more"),
+    [(arch, {}) for arch in ("llama", "qwen2", "qwen2vl", "qwen35", "lfm2", "gemma2", "gemma3", "bloom")]
+    + [("gemma3", {"rope_factor": 8.0}), ("llama", {"rope_factor": 4.0})],
+)
+def test_the_engine_rotates_keys_so(arch: str, more: dict[str, float], tiny_model: Callable[..., Path]) -> None:
+    """The same tokens 1000 positions later have the same keys, rotated by 1000, in layers without a sliding window."""
+    n, offset, found = 12, 1000, []
+    with Source(tiny_model(arch, **more)) as source:
+        for first in (0, offset):
+            with Session(source, 64, 1, 0) as session:
+                positions = range(first, first + n)
+                session.mode(SAMPLE, positions, positions)
+                session.decode(list(range(3, 3 + n)), first)
+                found.append({layer.il: session.get(layer, "ks") for layer in session.layers()})
+        d = next(iter(found[0].values())).shape[-1]
+        rotary = pairs(source.gguf, d)
+    for il in found[0].keys() - set(SLIDING.get(arch, ())):
+        near, far = (rows[il] for rows in found)
+        expected = near if rotary is None else rotary.rotate(near, float(offset))
+        assert np.abs(far - expected).max() < 1e-2 * np.abs(near).max(), il
+        assert rotary is None or np.abs(far - near).max() > 0.1 * np.abs(near).max()
+
+
 def test_unknown_rotations_are_noted(tiny_model: Callable[..., Path]) -> None:
-    stats = random_calibration(arch="gemma2", n_ctx=256)
-    with Gguf(tiny_model("gemma2")) as base:
+    stats = random_calibration(arch="gpt-oss", n_ctx=256)
+    with Gguf(tiny_model("gpt-oss")) as base:
         assert pairs(base, 32) is None
         assert not can_spread(base)
         same, note = average_over_positions(base, stats)

@@ -45,10 +45,10 @@ ALSO_NEIGHBOURS = (
 )  # fmt: skip
 ALSO_HALVES = (
     "afmoe", "apertus", "bailingmoe2", "bitnet", "codeshell", "dbrx", "dots1", "dream", "exaone", "exaone-moe",
-    "exaone4", "falcon", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt-oss", "grok", "grovemoe", "hunyuan-dense",
+    "exaone4", "falcon", "gemma3n", "gemma4", "gpt-oss", "grok", "grovemoe", "hunyuan-dense",
     "hunyuan-moe", "jais2", "llada-moe", "mellum", "mimo2", "minicpm3", "minimax-m2", "minimax-m3", "nemotron",
     "olmo2", "olmoe", "openelm", "orion", "pangu-embedded", "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2moe",
-    "qwen3moe", "rnd1", "qwen4exp", "seed_oss", "smallthinker",
+    "rnd1", "qwen4exp", "seed_oss", "smallthinker",
 )  # fmt: skip
 Mapped = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 WHY = "bases from the weights need it"

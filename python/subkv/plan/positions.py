@@ -27,6 +27,7 @@ SECTIONS = ("qwen2vl",)
 INTERLEAVED = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
 HALVES = (
     *("qwen2", "qwen3", "gemma", "stablelm", "phi2", "gptneox", "starcoder2", "lfm2", "lfm2moe", "qwen3next"),
+    *("gemma2", "gemma3", "qwen3moe"),  # of gemma3 the layers without a sliding window
     *(*SECTIONS, *INTERLEAVED),
 )
 # Learned positions are added to the embeddings; queries and keys are not rotated.
@@ -35,7 +36,7 @@ ABSOLUTE = ("gpt2",)
 ROTATED_LATENT = ("deepseek2", "deepseek32", "glm-dsa", "hy_v4", "dots3note")
 UNROTATED_LATENT = ("kimi-linear", "kimi-k3", "glm5-next")
 # Architectures whose keys have the same order in transformers and llama.cpp.
-SAME_ORDER = (*HALVES, *ABSOLUTE, "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3", "qwen2moe", "qwen3moe")
+SAME_ORDER = (*HALVES, *ABSOLUTE, "gpt-oss", "olmo2", "phi3", "qwen2moe")
 
 
 def halves_of_neighbours(d: int) -> NDArray[np.int64]:
@@ -112,13 +113,16 @@ def pairs(base: Base, d: int) -> Pairs | None:
     if latent and arch in UNROTATED_LATENT:
         return Pairs.none(d)
     neighbours = arch in NEIGHBOURS or (latent and arch in ROTATED_LATENT)
-    if not (neighbours or arch in HALVES) or base.get(f"{arch}.rope.scaling.type") not in (None, "none"):
+    scaling = base.get(f"{arch}.rope.scaling.type")
+    if not (neighbours or arch in HALVES) or scaling not in (None, "none", "linear"):
         return None
     n_rot = int(base.get(f"{arch}.rope.dimension_count") or d)
     if n_rot > d or n_rot % 2:
         return None
     half = n_rot // 2
     theta = float(base.get(f"{arch}.rope.freq_base") or 10000.0) ** (-2.0 * np.arange(half) / n_rot)
+    if scaling == "linear":
+        theta = theta / float(base.get(f"{arch}.rope.scaling.factor") or 1.0)
     if base.has_tensor("rope_freqs.weight"):
         theta = theta / base.tensor("rope_freqs.weight", "it scales the rotary frequencies").ravel()[:half]
     sections = base.get(f"{arch}.rope.dimension_sections")

@@ -16,7 +16,8 @@ namespace {
 constexpr const char * NEIGHBOURS  = "llama";
 constexpr const char * SECTIONS    = "qwen2vl";
 constexpr const char * INTERLEAVED = "qwen3vl qwen3vlmoe qwen35 qwen35moe";
-constexpr const char * HALVES      = "qwen2 qwen3 gemma stablelm phi2 gptneox starcoder2 lfm2 lfm2moe qwen3next";
+constexpr const char * HALVES =
+    "qwen2 qwen3 gemma stablelm phi2 gptneox starcoder2 lfm2 lfm2moe qwen3next gemma2 gemma3 qwen3moe";
 constexpr const char * UNROTATED   = "gpt2 bloom jais mpt refact";
 
 // Further architectures for which only the partners hold, because some of their layers may rotate at other frequencies
@@ -26,10 +27,10 @@ constexpr const char * ALSO_NEIGHBOURS =
     "ernie4_5 ernie4_5-moe granite granitemoe internlm2 llada llama4 maincoder minicpm mistral3 nanbeige "
     "olmo plm smollm3 starcoder xverse";
 constexpr const char * ALSO_HALVES =
-    "afmoe apertus bailingmoe2 bitnet codeshell dbrx dots1 dream exaone exaone-moe exaone4 falcon gemma2 "
-    "gemma3 gemma3n gemma4 gpt-oss grok grovemoe hunyuan-dense hunyuan-moe jais2 llada-moe mellum mimo2 "
+    "afmoe apertus bailingmoe2 bitnet codeshell dbrx dots1 dream exaone exaone-moe exaone4 falcon "
+    "gemma3n gemma4 gpt-oss grok grovemoe hunyuan-dense hunyuan-moe jais2 llada-moe mellum mimo2 "
     "minicpm3 minimax-m2 minimax-m3 nemotron olmo2 olmoe openelm orion pangu-embedded phi3 phimoe plamo "
-    "plamo3 qwen qwen2moe qwen3moe rnd1 qwen4exp seed_oss smallthinker";
+    "plamo3 qwen qwen2moe rnd1 qwen4exp seed_oss smallthinker";
 
 bool is_one_of(const std::string & arch, std::initializer_list<const char *> lists) {
     return std::any_of(lists.begin(), lists.end(), [&](const char * names) {
@@ -108,7 +109,8 @@ std::optional<RotaryPairs> rotary_pairs(const WeightsFile & weights, int d) {
     const bool          neighbours  = is_one_of(arch, { NEIGHBOURS });
     const bool          interleaved = is_one_of(arch, { INTERLEAVED });
     const MetaValue     scaling     = weights.of_arch("rope.scaling.type");
-    const bool          scaled      = scaling.kind != MetaValue::Kind::NONE && scaling.text != "none";
+    const bool          linear      = scaling.text == "linear";
+    const bool          scaled      = scaling.kind != MetaValue::Kind::NONE && scaling.text != "none" && !linear;
     if (scaled || !(neighbours || is_one_of(arch, { HALVES, SECTIONS, INTERLEAVED }))) {
         return std::nullopt;
     }
@@ -119,9 +121,11 @@ std::optional<RotaryPairs> rotary_pairs(const WeightsFile & weights, int d) {
     }
     const int           half = (int) n_rot / 2;
     const MetaValue     base = weights.of_arch("rope.freq_base");
+    const MetaValue     factor = weights.of_arch("rope.scaling.factor");
     std::vector<double> theta;
     for (int i = 0; i < half; ++i) {
         theta.push_back(std::pow(base.truthy() ? base.real : 10000.0, -2.0 * i / (double) n_rot));
+        theta.back() /= linear && factor.truthy() ? factor.real : 1.0;
     }
     if (const auto factors = weights.vector("rope_freqs.weight")) {
         if (factors->size() < theta.size()) {
