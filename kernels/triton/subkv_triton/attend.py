@@ -386,8 +386,8 @@ def _attend(
     end = tl.minimum(n_cells, (part + 1) * split)
     for first in range(part * split, end, C):
         bias, visible = _load_bias(bias_ptr + first_token * n_cells, token, live, first, end, n_cells, C, CELLS)
-        if visible:  # masked cells of others may have any content
-            last = end - 1 - first
+        if visible:  # masked cells may have any content
+            last = tl.minimum(C, end - first) - 1
             cells = k_stream_ptr + tl.cast(first, tl.int64) * k_stride + tl.minimum(k_cells, last * k_stride)
             s, codes, halves = _read(
                 cells, k_at, k_scales + head, scales_ptr, k_table, k_octets, jk, C, RK, K_HALF, K_PATH, K_HIGH, SETTLED
