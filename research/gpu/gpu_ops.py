@@ -160,6 +160,10 @@ class Triton:
             bands = [[(b.n, b.bits, b.ratio) for b in h.codec.bands[: h.codec.n_bands]] for h in side.heads]
             bases = [h.encode for h in side.heads]
             self.codecs.append(st.Codecs.make(bands, bases, bases, None, DEVICE))
+        self.rows = [
+            codecs.from_rows(rows[:, :1024]).repeat(1, work.n_cells // 1024, 1)
+            for codecs, rows in zip(self.codecs, work.rows, strict=True)
+        ]
         shape = (work.n_stream, work.n_tps, N_HEAD, GROUP, D)
         self.q = work.q.reshape(shape)
         self.scale = torch.full((N_HEAD,), D**-0.5, device=DEVICE)
@@ -173,7 +177,7 @@ class Triton:
         return self.st.project_queries(self.codecs[0], self.q, self.scale)
 
     def attend(self, qt: Any) -> Any:
-        return self.st.attend(*self.codecs, *self.work.rows, qt, self.bias)
+        return self.st.attend(*self.codecs, *self.rows, qt, self.bias)
 
     def combine(self, partial: Any) -> Any:
         return self.st.combine(self.codecs[1], partial, self.exact)
@@ -182,7 +186,7 @@ class Triton:
         import torch
 
         cells = torch.arange(len(self.work.k), device=DEVICE)
-        for codecs, x, rows in zip(self.codecs, (self.work.k, self.work.v), self.work.rows, strict=True):
+        for codecs, x, rows in zip(self.codecs, (self.work.k, self.work.v), self.rows, strict=True):
             self.st.encode_rows(codecs, x, cells, rows.view(-1, rows.shape[2]))
 
     def calls(self) -> Calls:

@@ -4,6 +4,7 @@ sinks, padding.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -77,8 +78,13 @@ def test_coded_layers_through_triton(
     pytest.importorskip("triton")
     from subkv.torch import triton_kernels as triton_attend
 
+    def attend(q: Any, cells: Cells, visible: Any, how: Logits) -> Any:
+        k, v = (triton_attend.tables(codec) for codec in (cells.codec_k, cells.codec_v))
+        words = {"rows_k": k.from_rows(cells.rows_k), "rows_v": v.from_rows(cells.rows_v)}
+        return triton_attend.attend(q, dataclasses.replace(cells, **words), visible, how)
+
     monkeypatch.setattr(triton_attend, "QUERIES", 16)
-    out, want = coded(triton_attend.attend, how, n_recent, n_lost, n, 0.01)  # logits of a few units
+    out, want = coded(attend, how, n_recent, n_lost, n, 0.01)  # logits of a few units
     torch.testing.assert_close(out, want, atol=4e-3 * float(want.abs().max()), rtol=0.0)
 
 

@@ -45,10 +45,14 @@ def test_encode_writes_the_bytes_of_the_reference(ref: o.Ops, name: str) -> None
     side = layers.Side.make(bands, layers.head_size(bands), 1, orthonormal=True)
     x = layers.inputs_to_encode(8, len(bands), side.d, np.random.default_rng(3))
     cells = [int(c) for c in np.random.default_rng(4).permutation(9)[:8]]
-    want, n_bad = layers.encode_with(ref, side, x, cells, 9, extra=3)
-    got = tensor(np.full_like(want, 0xAA))
-    bad = st.encode_rows(codecs_of(side), tensor(x), tensor(np.array(cells)), got)
-    assert np.array_equal(got.cpu().numpy(), want)
+    want, n_bad = layers.encode_with(ref, side, x, cells, 9, extra=0)
+    codecs = codecs_of(side)
+    got = tensor(np.full((9, codecs.row_bytes + 3), 0xAA, np.uint8))
+    bad = st.encode_rows(codecs, tensor(x), tensor(np.array(cells)), got)
+    used = codecs.scales_at + codecs.n_head
+    assert torch.equal(got[cells, :used], codecs.from_rows(tensor(want))[cells, :used])
+    got[cells, :used] = 0xAA
+    assert bool((got == 0xAA).all())
     assert int(bad.sum()) == n_bad
 
 
@@ -57,10 +61,11 @@ def test_encode_projects_and_subtracts(ref: o.Ops) -> None:
     side = layers.Side.make(bands, layers.head_size(bands), 1, centred=True)
     x = np.random.default_rng(3).standard_normal((6, len(bands), side.d)).astype(np.float32)
     want, _ = layers.encode_with(ref, side, x, list(range(6)), 6, extra=0)
-    got = tensor(np.zeros_like(want))
-    st.encode_rows(codecs_of(side), tensor(x), tensor(np.arange(6)), got)
+    codecs = codecs_of(side)
+    got = tensor(np.zeros((6, codecs.row_bytes), np.uint8))
+    st.encode_rows(codecs, tensor(x), tensor(np.arange(6)), got)
     for head, part in zip(side.heads, side.parts(), strict=True):
-        a, b = (o.dequantize(head, rows[:, part]) for rows in (got.cpu().numpy(), want))
+        a, b = (o.dequantize(head, rows[:, part]) for rows in (codecs.to_rows(got).cpu().numpy(), want))
         # sums in another order: a coefficient next to a rounding boundary may take the other code
         assert np.mean(a == b) > 0.98
         assert np.abs(a - b).max() <= 0.2 * np.abs(b).max()
@@ -104,7 +109,7 @@ def check_attend(name: str, n_tok: int, group: int, n: int, n_split: int, softca
     sides = [layers.Side.make(b, layers.head_size(b), 5 + i) for i, b in enumerate(layers.LAYERS[name])]
     k, v = (codecs_of(side) for side in sides)
     n_head = len(sides[0].heads)
-    k_rows, v_rows = (np.stack([side.random_rows(n, rng, 3) for _ in range(2)]) for side in sides)
+    k_rows, v_rows = (np.stack([side.random_rows(n, rng, 0) for _ in range(2)]) for side in sides)
     bias = rng.uniform(-2, 0, (2, n_tok, n)).astype(np.float32)
     hide(bias, rng)
     k_rows[:, n // 2], v_rows[:, n // 2] = 255, 255  # masked, with any bytes
@@ -122,8 +127,8 @@ def check_attend(name: str, n_tok: int, group: int, n: int, n_split: int, softca
     partial = st.attend(
         k,
         v,
-        tensor(k_rows),
-        tensor(v_rows),
+        torch.nn.functional.pad(k.from_rows(tensor(k_rows)), (0, 4)),
+        v.from_rows(tensor(v_rows)),
         tensor(qt),
         tensor(bias),
         shift=None if shift is None else tensor(shift),
@@ -236,6 +241,13 @@ def test_a_cache_of_full_precision_is_ordinary_attention() -> None:
     logit = np.einsum("hgd,chd->hgc", q[0, 0], k) * scale
     weight = np.exp(logit) / np.exp(logit).sum(axis=-1, keepdims=True)
     assert np.abs(got - np.einsum("hgc,chd->hgd", weight, v)).max() < 4e-3
+
+
+def test_rows_that_are_not_whole_words_are_refused() -> None:
+    codecs = st.Codecs.make([[(16, 4, 1.0)]], *2 * [[np.zeros((16, 16), np.float16)]])
+    rows, qt = torch.zeros(1, 8, codecs.row_bytes + 1, dtype=torch.uint8), torch.zeros(1, 1, 1, 1, 16)
+    with pytest.raises(ValueError, match="k_rows: whole words expected, rows of 13 bytes"):
+        st.attend(codecs, codecs, rows, rows, qt, torch.zeros(1, 1, 8))
 
 
 def test_bad_bands_are_refused() -> None:

@@ -3,10 +3,11 @@
     logit(t, g, c) = cap(qt[t, g] . k(c) + shift[t, g]) + slope[g] * bias[t, c];  bias = -inf masks the cell
 
 One program handles a block of query rows of one KV head and one split. Each read of a code serves all rows of the
-block; in decode these are all G query heads. Levels, and codes minus their zero point, are exact in half precision.
-Tensor cores multiply them by queries (times the steps of bands) and by weights (times row scales). Both factors are
-rounded to halves, relative to the largest of a query row or tile. Paths are not decoded in sequence: three codes of a
-row determine a level.
+block; in decode these are all G query heads. A word has codes of eight coefficients, and integer arithmetic on words
+computes four levels at once. Levels plus one half are exact in half precision. Tensor cores multiply them by queries
+(times the steps of bands) and by weights (times row scales). Both factors are rounded to halves, relative to the
+largest of a query row or tile. Paths are not decoded in sequence: three codes of a row determine a level. The matrices
+have 1024 + 127.5 - level - 1/2, integers that need no conversion; this is undone in the sums.
 """
 
 from __future__ import annotations
@@ -17,14 +18,37 @@ import torch
 import triton
 import triton.language as tl
 
-from subkv_triton.codecs import BITS, FROM, HIGH, KIND, LEVELS, LOW, N_ROWS, ONE, TO, TWO, Codecs
+from subkv_triton.codecs import (
+    AT,
+    BITS,
+    DOUBLE,
+    FILL,
+    FOLD,
+    HIGH,
+    KIND,
+    LOW,
+    N_OCTET_ROWS,
+    N_ROWS,
+    ONE,
+    ONE_BACK,
+    ONE_TURN,
+    RIGHT,
+    STORED,
+    TRIPLE,
+    TWO,
+    TWO_BACK,
+    TWO_TURN,
+    Codecs,
+)
 from subkv_triton.encode import scales
 from subkv_triton.fields import CODED, HALF
 from subkv_triton.launch import shapes_on
 
-_LOW, _HIGH, _ONE, _TWO, _LEVELS, _KIND, _ROWS = (tl.constexpr(i) for i in (LOW, HIGH, ONE, TWO, LEVELS, KIND, N_ROWS))
-_AT, _FROM, _TO, _BITS = (tl.constexpr(i) for i in ((1 << FROM) - 1, FROM, TO, BITS))
-_CODED, _HALF = (tl.constexpr(i) for i in (CODED, HALF))
+_LOW, _HIGH, _ONE, _TWO, _AT, _RIGHT, _BITS = (tl.constexpr(i) for i in (LOW, HIGH, ONE, TWO, AT, RIGHT, BITS))
+_ONE_TURN, _ONE_BACK, _TWO_TURN, _TWO_BACK = (tl.constexpr(i) for i in (ONE_TURN, ONE_BACK, TWO_TURN, TWO_BACK))
+_FOLD, _FILL, _DOUBLE, _TRIPLE, _OCTET_ROWS = (tl.constexpr(i) for i in (FOLD, FILL, DOUBLE, TRIPLE, N_OCTET_ROWS))
+_KIND, _STORED, _ROWS, _CODED, _HALF = (tl.constexpr(i) for i in (KIND, STORED, N_ROWS, CODED, HALF))
+_MIDDLE = tl.constexpr(1024 + 127.5)  # what _decode returns for 0
 
 
 @dataclass
@@ -40,52 +64,122 @@ class Partial:
 
 
 @triton.jit
-def _part(base, at, visible, entry):
-    """One part of the indices, i32 [C, R]. entry: pointers [R] to its words in the table."""
-    word = tl.load(entry)
-    bits = word >> _BITS
-    here = at[:, None] + (word & _AT)[None, :]
-    byte = tl.load(base + here, mask=visible[:, None] & (bits > 0)[None, :], other=0).to(tl.int32)
-    return ((byte >> ((word >> _FROM) & 7)[None, :]) & bits[None, :]) << ((word >> _TO) & 15)[None, :]
+def _row(table, row: tl.constexpr, N: tl.constexpr):
+    """A row of Codecs.octets, u32 [1, N]. table: pointers [N] to the first row."""
+    return tl.load(table + row * N).to(tl.uint32, bitcast=True)[None, :]
+
+
+@triton.jit
+def _part(rows, table, part: tl.constexpr, N: tl.constexpr):
+    """One part of the indices of N octets, u32 [C, N]. rows: pointers [C] to the words of a head."""
+    word = tl.load(rows[:, None] + tl.load(table + (part + _AT) * N)[None, :]).to(tl.uint32, bitcast=True)
+    return (word >> _row(table, part + _RIGHT, N)) & _row(table, part + _BITS, N)
+
+
+@triton.jit
+def _turned(x, table, turn: tl.constexpr, back: tl.constexpr, N: tl.constexpr):
+    return (x << _row(table, turn, N)) | (x >> _row(table, back, N))
+
+
+@triton.jit
+def _above(x):
+    """For each byte 128 + n with n >= 0: n; for others 0."""
+    top = x & 0x80808080
+    return x & (top - (top >> 7))
+
+
+@triton.jit
+def _levels(index, table, N: tl.constexpr, ANY_PATH: tl.constexpr):
+    """127 - level of four indices, a byte each. Levels m and -1 - m have the same size m."""
+    folded = _row(table, _FOLD, N) - index  # 128 + m without bends, if negative, or 127 - m
+    negative = ((folded >> 7) & 0x01010101) * 255
+    size = (folded ^ negative) | _row(table, _FILL, N)  # 127 - m
+    if ANY_PATH:  # beyond each bend, levels lie one step more apart
+        double, triple = _row(table, _DOUBLE, N), _row(table, _TRIPLE, N)
+        size = size - _above(double - size) - _above(triple - size)
+    return size ^ negative
+
+
+@triton.jit
+def _unpacked(even, odd):
+    """f16 [..., 2, 2, 2]: 1024 + n for bytes 0 and 2 of even, 0 and 2 of odd, 1 and 3 of even, 1 and 3 of odd."""
+    words = tl.join(tl.join(even, even >> 8), tl.join(odd, odd >> 8))
+    words = (words & 0x00FF00FF) | 0x64006400
+    low = (words & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    return tl.join(low, (words >> 16).to(tl.uint16).to(tl.float16, bitcast=True))
+
+
+@triton.jit
+def _coefficients(R: tl.constexpr):
+    """The coefficients [R] in the order of _decode."""
+    j = tl.arange(0, R)
+    return (j & ~7) | (4 * (j & 1)) | ((j & 7) >> 1)
 
 
 @triton.jit
 def _settle(x):
     """x [C, R] unchanged; the reduction keeps the layout in which x was computed.
 
-    Otherwise Triton moves the layout change for tl.dot's operand up to the loads of bytes. Then _codes computes in the
-    operand's layout, in which lanes and warps hold copies of each element and a lane holds whole rows.
+    Otherwise Triton may move the layout change for tl.dot's operand up to the loads of words. Then _decode computes in
+    the operand's layout, in which lanes and warps hold copies of each element and a lane holds whole rows.
     """
     return tl.sum(x[:, :, None], axis=2)
 
 
 @triton.jit
-def _limited(x, size):
-    return tl.minimum(tl.maximum(x, -size), size)
+def _decode(
+    rows,
+    octets,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    ANY_PATH: tl.constexpr,
+    ANY_HIGH: tl.constexpr,
+    SETTLED: tl.constexpr,
+):
+    """1151.5 - values in steps, f16 [C, R], of a head's rows, in the order of _coefficients; 1151.5 is _MIDDLE.
+
+    rows: pointers [C] to words; octets: the head's Codecs.octets.
+    """
+    N: tl.constexpr = R // 8
+    table = octets + tl.arange(0, N)
+    one, two = _part(rows, table, _ONE, N), _part(rows, table, _TWO, N)
+    one, two = _turned(one, table, _ONE_TURN, _ONE_BACK, N), _turned(two, table, _TWO_TURN, _TWO_BACK, N)
+    low = _part(rows, table, _LOW, N) ^ two
+    even = ((low << 1) & 0x1E1E1E1E) | (one & 0x01010101)  # indices of coefficients 0, 2, 4 and 6
+    odd = ((low >> 3) & 0x1E1E1E1E) | ((one >> 4) & 0x01010101)
+    if ANY_HIGH:
+        high = _part(rows, table, _HIGH, N)
+        even = even | ((high & 0x07070707) << 5)
+        odd = odd | ((high & 0x70707070) << 1)
+    even, odd = _levels(even, table, N, ANY_PATH), _levels(odd, table, N, ANY_PATH)
+    if SETTLED:
+        even, odd = _settle(even), _settle(odd)
+    return tl.reshape(_unpacked(even, odd), (C, R))
 
 
 @triton.jit
-def _codes(base, at, visible, scales_ptr, table, j, R: tl.constexpr, ANY_HALF: tl.constexpr, ANY_PATH: tl.constexpr):
-    """Rows of a head at byte offsets at [C] -> scales f32 [C]; values in steps and stored halves, both f16 [C, R]."""
-    s = tl.load(scales_ptr + tl.load(base + at, mask=visible, other=0).to(tl.int32))
-    index = _part(base, at, visible, table + _LOW * R + j) | _part(base, at, visible, table + _HIGH * R + j)
-    levels = tl.load(table + _LEVELS * R + j)
-    if ANY_PATH:
-        index ^= _part(base, at, visible, table + _ONE * R + j) ^ _part(base, at, visible, table + _TWO * R + j)
-    level = (2 * index - (levels & 255)[None, :]).to(tl.float32)  # in halves of a step
-    if ANY_PATH:  # beyond each bend, levels lie one step more apart
-        double, triple = ((levels >> 8) & 255).to(tl.float32)[None, :], (levels >> 16).to(tl.float32)[None, :]
-        level = 3.0 * level - _limited(level, double) - _limited(level, triple)
-    level *= 0.5
+def _stored(rows, table, j, R: tl.constexpr):
+    """The 16-bit coefficients f16 [C, R] of a head's rows, and 0 for others. table: the head's Codecs.coefficients."""
+    at, kept = tl.load(table + _STORED * R + j), tl.load(table + _KIND * R + j) == _HALF
+    word = tl.load(rows[:, None] + (at >> 1)[None, :], mask=kept[None, :], other=0)
+    half = ((word >> (16 * (at & 1))[None, :]) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    return _settle(tl.where(kept[None, :], half, 0.0))
+
+
+@triton.jit
+def _read(
+    cells, head_at, scale_at, scales_ptr, table, octets, j,
+    C: tl.constexpr, R: tl.constexpr,
+    ANY_HALF: tl.constexpr, ANY_PATH: tl.constexpr, ANY_HIGH: tl.constexpr, SETTLED: tl.constexpr,
+):  # fmt: skip
+    """Rows of a head in cells [C] (pointers to words) -> scales f32 [C]; values in steps and halves, f16 [C, R]."""
+    code = (tl.load(cells + (scale_at >> 2)) >> (8 * (scale_at & 3))) & 255
+    rows = cells + head_at
+    codes = _decode(rows, octets, C, R, ANY_PATH, ANY_HIGH, SETTLED)
+    halves = codes  # not used
     if ANY_HALF:
-        kind = tl.load(table + _KIND * R + j)
-        level = tl.where((kind == _CODED)[None, :], level, 0.0)
-        stored = index.to(tl.int16).to(tl.float16, bitcast=True)
-        stored = _settle(tl.where((kind == _HALF)[None, :], stored, 0.0))
-    centred = _settle(level.to(tl.float16))  # Padding is 0, because its index and centre are 0.
-    if not ANY_HALF:
-        stored = centred  # not used
-    return s, centred, stored
+        halves = _stored(rows, table, j, R)
+    return tl.load(scales_ptr + code), codes, halves
 
 
 @triton.jit
@@ -111,65 +205,103 @@ def _without_bad(s, halves, ANY_HALF: tl.constexpr):
 
 
 @triton.jit
-def bad_weight_nan(p, bad):
-    """NaN for rows of weights p [M, C] that give weight to a bad [C] value, 0 for others: [M]."""
-    return tl.where(tl.max((bad[None, :] & (p > 0)).to(tl.int32), axis=1) > 0, float("nan"), 0.0)
+def of_rows(x, CELLS: tl.constexpr):
+    """x [M] beside matrices of M query rows, whose axis CELLS is that of cells (or of coefficients)."""
+    return tl.expand_dims(x, CELLS)
 
 
 @triton.jit
-def softmax_step(logit, bias, slope, softcap, m, z, HAS_CAP: tl.constexpr):
-    """One step of the online softmax over C keys: logit, bias [M, C] (-inf: masked), slope, m, z [M].
+def _of_cells(x, CELLS: tl.constexpr):
+    """x [C] beside such matrices."""
+    return tl.expand_dims(x, 1 - CELLS)
 
-    -> weights [M, C], the factor on earlier sums [M], m, z. A visible logit that is not finite makes z NaN.
+
+@triton.jit
+def sum_of_weights(p, bad, CELLS: tl.constexpr):
+    """Sums [M] of weights p, NaN for rows that give weight to a bad [C] value."""
+    return tl.sum(tl.where(_of_cells(bad, CELLS) & (p > 0), float("nan"), p), axis=CELLS)
+
+
+@triton.jit
+def softmax_step(logit, bias, slope, softcap, m, HAS_CAP: tl.constexpr, CELLS: tl.constexpr):
+    """One step of the online softmax over C keys: logit, bias (-inf: masked), slope, m [M].
+
+    -> weights, the factor on earlier sums [M], m. A visible logit that is not finite makes the weights' sum NaN.
     """
     logit = tl.where(_finite(logit), logit, float("nan"))
     if HAS_CAP:
         logit = softcap * (1.0 - 2.0 / (tl.exp(2.0 * logit / softcap) + 1.0))  # tanh
-    logit = tl.where(bias != float("-inf"), logit + slope[:, None] * bias, float("-inf"))
-    m_new = tl.maximum(m, tl.max(logit, axis=1))
+    logit = tl.where(bias != float("-inf"), logit + of_rows(slope, CELLS) * bias, float("-inf"))
+    m_new = tl.maximum(m, tl.max(logit, axis=CELLS))
     base = tl.where(m_new > float("-inf"), m_new, 0.0)
-    p = tl.exp(logit - base[:, None])
+    p = tl.exp(logit - of_rows(base, CELLS))
     keep = tl.exp(m - base)
-    return p, keep, m_new, z * keep + tl.sum(p, axis=1)
+    return p, keep, m_new
 
 
 @triton.jit
 def _load_queries(qt, at, live, j, steps, table, R: tl.constexpr, ANY_HALF: tl.constexpr):
-    """Query rows [M] at `at`: halves for coded bands and their factors [M], and the same for 16-bit bands."""
+    """Query rows [M] at `at`: halves for coded bands, their factors [M] and their products with a row of zeros [M], and
+    halves and factors for 16-bit bands."""
     q = tl.load(qt + (at[:, None] * R + j[None, :]), mask=live[:, None], other=0.0)
     kinds = tl.load(table + _KIND * R + j)
     scaled = q * tl.load(steps + j)[None, :]
     coded, top = _halves(tl.where((kinds == _CODED)[None, :], scaled, 0.0))
     top += tl.sum(q * 0.0, axis=1)  # NaN if a coefficient is not finite
+    middle = _MIDDLE * tl.sum(coded.to(tl.float32), axis=1)
     half, top_half = coded, top  # not used
     if ANY_HALF:
         half, top_half = _halves(tl.where((kinds == _HALF)[None, :], q, 0.0))
-    return coded, top, half, top_half
+    return coded, top, middle, half, top_half
 
 
 @triton.jit
-def _logits(s, codes, halves, coded, top, half, top_half, shift, ANY_HALF: tl.constexpr, HAS_SHIFT: tl.constexpr):
-    """Logits [M, C] of a step's keys: their scales, and what _codes and _load_queries return."""
-    logit = tl.dot(coded, tl.trans(codes)) * (top[:, None] * s[None, :])
+def _product(rows, cells, CELLS: tl.constexpr):
+    """Dot products of rows [M, R] and cells [C, R]."""
+    if CELLS == 1:
+        products = tl.dot(rows, tl.trans(cells))
+    else:
+        products = tl.dot(cells, tl.trans(rows))
+    return products
+
+
+@triton.jit
+def _sum(weight, values, CELLS: tl.constexpr):
+    """Sums of values [C, R], by row of the weights."""
+    if CELLS == 1:
+        sums = tl.dot(weight, values)
+    else:
+        sums = tl.dot(tl.trans(values), weight)
+    return sums
+
+
+@triton.jit
+def _logits(
+    s, codes, halves, coded, top, middle, half, top_half, shift,
+    ANY_HALF: tl.constexpr, HAS_SHIFT: tl.constexpr, CELLS: tl.constexpr,
+):  # fmt: skip
+    """Logits of a step's keys: their scales, and what _read and _load_queries return."""
+    logit = (of_rows(middle, CELLS) - _product(coded, codes, CELLS)) * (of_rows(top, CELLS) * _of_cells(s, CELLS))
     if ANY_HALF:
-        dot = tl.dot(half, tl.trans(halves)) * top_half[:, None]
-        logit += tl.where((s > 0)[None, :], dot, 0.0)
+        dot = _product(half, halves, CELLS) * of_rows(top_half, CELLS)
+        logit += tl.where(_of_cells(s > 0, CELLS), dot, 0.0)
     if HAS_SHIFT:
-        logit += shift[:, None]
+        logit += of_rows(shift, CELLS)
     return logit
 
 
 @triton.jit
-def _add_values(s, codes, halves, p, keep, z, acc, acc_half, ANY_HALF: tl.constexpr):
-    """Adds a step's values of weights p [M, C] to the sums [M, R] of coded and 16-bit bands -> z and both."""
+def _add_values(s, codes, halves, p, keep, z, acc, acc_half, ANY_HALF: tl.constexpr, CELLS: tl.constexpr):
+    """Adds a step's values of weights p to the sums of coded and 16-bit bands -> z and both."""
     s, halves, bad = _without_bad(s, halves, ANY_HALF)
-    z += bad_weight_nan(p, bad)
+    z = z * keep + sum_of_weights(p, bad, CELLS)
     largest = tl.maximum(tl.max(s, axis=0), 1e-30)
-    weight = (p * (s / largest)[None, :]).to(tl.float16)
-    acc = acc * keep[:, None] + tl.dot(weight, codes) * largest
+    weight = (p * _of_cells(s / largest, CELLS)).to(tl.float16)
+    middle = _MIDDLE * tl.sum(weight.to(tl.float32), axis=CELLS)
+    acc = acc * of_rows(keep, CELLS) + (of_rows(middle, CELLS) - _sum(weight, codes, CELLS)) * largest
     if ANY_HALF:
-        weight = tl.where((s > 0)[None, :], p, 0.0).to(tl.float16)
-        acc_half = acc_half * keep[:, None] + tl.dot(weight, halves)
+        weight = tl.where(_of_cells(s > 0, CELLS), p, 0.0).to(tl.float16)
+        acc_half = acc_half * of_rows(keep, CELLS) + _sum(weight, halves, CELLS)
     return z, acc, acc_half
 
 
@@ -186,84 +318,58 @@ def _rows(block, stream, head, n_head, n_tok, G: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def _load_bias(bias, token, live, first, end, n_cells, C: tl.constexpr):
-    """Mask values [M, C] of cells from `first` on, -inf beyond `end`, and whether any row sees a cell [C]."""
+def _load_bias(bias, token, live, first, end, n_cells, C: tl.constexpr, CELLS: tl.constexpr):
+    """Mask values of C cells from `first` on, -inf beyond `end`, and whether any row sees a cell."""
     offset = tl.arange(0, C)
     seen = tl.load(
-        bias + first + (token[:, None] * n_cells + offset[None, :]),
-        mask=live[:, None] & (first + offset < end)[None, :],
+        bias + first + (of_rows(token, CELLS) * n_cells + _of_cells(offset, CELLS)),
+        mask=of_rows(live, CELLS) & _of_cells(first + offset < end, CELLS),
         other=float("-inf"),
     )
-    return seen, tl.max((seen != float("-inf")).to(tl.int32), axis=0) > 0
+    return seen, tl.max(tl.max((seen != float("-inf")).to(tl.int32), axis=1), axis=0) > 0
 
 
 @triton.jit
-def _empty_state(M: tl.constexpr, R: tl.constexpr):
-    """Softmax state before the first cell: m and z [M], sums of coded and of 16-bit bands [M, R]."""
-    m = tl.full((M,), float("-inf"), tl.float32)
-    z = tl.zeros((M,), tl.float32)
-    return m, z, tl.zeros((M, R), tl.float32), tl.zeros((M, R), tl.float32)
+def _empty_state(M: tl.constexpr, R: tl.constexpr, CELLS: tl.constexpr):
+    """Softmax state before the first cell: m and z [M], sums of coded and of 16-bit bands."""
+    if CELLS == 1:
+        acc = tl.zeros((M, R), tl.float32)
+    else:
+        acc = tl.zeros((R, M), tl.float32)
+    return tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32), acc, acc
 
 
 @triton.jit
-def _store(m_ptr, z_ptr, acc_ptr, out, at, live, m, z, acc, j, R: tl.constexpr):
-    m = tl.where((z != z) & (m == float("-inf")), 0.0, m)  # A lost row differs from one without visible cells.
+def _store(m_ptr, z_ptr, acc_ptr, out, at, live, m, z, acc, j, R: tl.constexpr, CELLS: tl.constexpr):
+    m = tl.where((z != z) & (m == float("-inf")), 0.0, m)  # a lost row is not one without visible cells
     tl.store(m_ptr + out + at, m, mask=live)
     tl.store(z_ptr + out + at, z, mask=live)
-    tl.store(acc_ptr + out * R + (at[:, None] * R + j[None, :]), acc, mask=live[:, None])
+    place = of_rows(at, CELLS) * R + _of_cells(j, CELLS)
+    tl.store(acc_ptr + out * R + place, acc, mask=of_rows(live, CELLS))
 
 
 @triton.jit
 def _attend(
-    qt_ptr,
-    shift_ptr,
-    bias_ptr,
-    slope_ptr,
-    k_rows_ptr,
-    v_rows_ptr,
-    scales_ptr,
-    k_offsets,
-    k_table,
-    k_steps,
-    v_offsets,
-    v_table,
-    v_steps,
-    m_ptr,
-    z_ptr,
-    acc_ptr,
-    n_tok,
-    n_cells,
-    split,
-    n_split,
-    k_stride,
-    v_stride,
-    k_stream,
-    v_stream,
-    softcap,
-    G: tl.constexpr,
-    RK: tl.constexpr,
-    RV: tl.constexpr,
-    K_HALF: tl.constexpr,
-    V_HALF: tl.constexpr,
-    K_PATH: tl.constexpr,
-    V_PATH: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-):
-    # Heads are the fastest axis, so that programs that share sectors of rows run together.
+    qt_ptr, shift_ptr, bias_ptr, slope_ptr, k_rows_ptr, v_rows_ptr, scales_ptr,
+    k_offsets, k_table, k_octets, k_steps, v_offsets, v_table, v_octets, v_steps, m_ptr, z_ptr, acc_ptr,
+    n_tok, n_cells, split, n_split, k_stride, v_stride, k_stream, v_stream, k_scales, v_scales, softcap,
+    G: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr,
+    K_PATH: tl.constexpr, V_PATH: tl.constexpr, K_HIGH: tl.constexpr, V_HIGH: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, HAS_CAP: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
+    CELLS: tl.constexpr, SETTLED: tl.constexpr,
+):  # fmt: skip
+    # heads are the fastest axis: programs that share sectors of rows run together
     head, n_head = tl.program_id(0), tl.num_programs(0)
     part = tl.program_id(1) % n_split
     block = tl.program_id(1) // n_split
     stream, n_stream = tl.program_id(2).to(tl.int64), tl.num_programs(2)
 
     first_token, first_row, token, group, live, at = _rows(block, stream, head, n_head, n_tok, G, M)
-    jk, jv = tl.arange(0, RK), tl.arange(0, RV)
+    jk, jv = _coefficients(RK), _coefficients(RV)
 
     k_table += head * _ROWS * RK
     v_table += head * _ROWS * RV
-    q, top, q_half, top_half = _load_queries(
+    q, top, middle, q_half, top_half = _load_queries(
         qt_ptr + first_row * RK, at, live, jk, k_steps + head * RK, k_table, RK, K_HALF
     )
     shift = top  # not used
@@ -271,27 +377,34 @@ def _attend(
         shift = tl.load(shift_ptr + first_row + at, mask=live, other=0.0)
     slope = tl.load(slope_ptr + head * G + group)
 
-    m, z, acc, acc_half = _empty_state(M, RV)
-    k_head = k_rows_ptr + stream * k_stream + tl.load(k_offsets + head)
-    v_head = v_rows_ptr + stream * v_stream + tl.load(v_offsets + head)
+    m, z, acc, acc_half = _empty_state(M, RV, CELLS)
+    k_octets += head * _OCTET_ROWS * (RK // 8)
+    v_octets += head * _OCTET_ROWS * (RV // 8)
+    k_at, v_at = tl.load(k_offsets + head) >> 2, tl.load(v_offsets + head) >> 2
+    k_stream_ptr, v_stream_ptr = k_rows_ptr + stream * k_stream, v_rows_ptr + stream * v_stream
+    k_cells, v_cells = tl.arange(0, C) * k_stride, tl.arange(0, C) * v_stride
     end = tl.minimum(n_cells, (part + 1) * split)
-    offset = tl.arange(0, C)
     for first in range(part * split, end, C):
-        bias, visible = _load_bias(bias_ptr + first_token * n_cells, token, live, first, end, n_cells, C)
-        # Masked cells may have any content, so they are not read.
-        if tl.max(visible.to(tl.int32), axis=0) > 0:
-            k_row = k_head + tl.cast(first, tl.int64) * k_stride
-            s, codes, halves = _codes(k_row, offset * k_stride, visible, scales_ptr, k_table, jk, RK, K_HALF, K_PATH)
-            logit = _logits(s, codes, halves, q, top, q_half, top_half, shift, K_HALF, HAS_SHIFT)
-            p, keep, m, z = softmax_step(logit, bias, slope, softcap, m, z, HAS_CAP)
+        bias, visible = _load_bias(bias_ptr + first_token * n_cells, token, live, first, end, n_cells, C, CELLS)
+        if visible:  # masked cells may have any content
+            last = tl.minimum(C, end - first) - 1
+            cells = k_stream_ptr + tl.cast(first, tl.int64) * k_stride + tl.minimum(k_cells, last * k_stride)
+            s, codes, halves = _read(
+                cells, k_at, k_scales + head, scales_ptr, k_table, k_octets, jk, C, RK, K_HALF, K_PATH, K_HIGH, SETTLED
+            )
+            logit = _logits(s, codes, halves, q, top, middle, q_half, top_half, shift, K_HALF, HAS_SHIFT, CELLS)
+            p, keep, m = softmax_step(logit, bias, slope, softcap, m, HAS_CAP, CELLS)
 
-            v_row = v_head + tl.cast(first, tl.int64) * v_stride
-            s, codes, halves = _codes(v_row, offset * v_stride, visible, scales_ptr, v_table, jv, RV, V_HALF, V_PATH)
-            z, acc, acc_half = _add_values(s, codes, halves, p, keep, z, acc, acc_half, V_HALF)
+            cells = v_stream_ptr + tl.cast(first, tl.int64) * v_stride + tl.minimum(v_cells, last * v_stride)
+            s, codes, halves = _read(
+                cells, v_at, v_scales + head, scales_ptr, v_table, v_octets, jv, C, RV, V_HALF, V_PATH, V_HIGH, SETTLED
+            )
+            z, acc, acc_half = _add_values(s, codes, halves, p, keep, z, acc, acc_half, V_HALF, CELLS)
 
     out = part.to(tl.int64) * n_stream * n_tok * n_head * G + first_row
-    acc = acc * tl.load(v_steps + head * RV + jv)[None, :] + acc_half
-    _store(m_ptr, z_ptr, acc_ptr, out, at, live, m, z, acc, jv, RV)
+    steps = tl.where(tl.load(v_table + _KIND * RV + jv) == _CODED, tl.load(v_steps + head * RV + jv), 0.0)
+    acc = acc * _of_cells(steps, CELLS) + acc_half
+    _store(m_ptr, z_ptr, acc_ptr, out, at, live, m, z, acc, jv, RV, CELLS)
 
 
 def project_queries(k: Codecs, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -321,6 +434,9 @@ def _check_shapes(
             f"bias: [n_stream, n_tok] {tuple(qt.shape[:2])} of at most {n_cells} cells expected, "
             f"{tuple(bias.shape)} found"
         )
+    for name, rows in (("k_rows", k_rows), ("v_rows", v_rows)):
+        if rows.shape[2] % 4 or rows.stride(1) % 4 or rows.stride(0) % 4 or rows.storage_offset() % 4:
+            raise ValueError(f"{name}: whole words expected, rows of {rows.shape[2]} bytes, {rows.stride()} found")
 
 
 def attend(
@@ -338,18 +454,21 @@ def attend(
 ) -> Partial:
     """Attention of n_tok tokens of every stream over its coded cells.
 
-    k_rows, v_rows U8 [n_stream, n_cells, >= row_bytes], with contiguous bytes; qt F32 [n_stream, n_tok, H, G, R of K],
-    projected queries, including gamma and the softmax scale; bias F32 [n_stream, n_tok, n_cells]; shift F32 [n_stream,
-    n_tok, H, G], the part of a logit common to all cells (None: 0); slope F32 [H, G] (None: 1); softcap 0: none;
-    n_split: splits of the cells (None: chosen for the device). All tensors are contiguous and on one device. Raises
-    ValueError if shapes disagree.
+    k_rows, v_rows U8 [n_stream, n_cells, >= row_bytes], in whole words, with contiguous bytes; qt F32 [n_stream, n_tok,
+    H, G, R of K], projected queries, including gamma and the softmax scale; bias F32 [n_stream, n_tok, n_cells]; shift
+    F32 [n_stream, n_tok, H, G], the part of a logit common to all cells (None: 0); slope F32 [H, G] (None: 1); softcap
+    0: none; n_split: splits of the cells (None: chosen for the device). All tensors are contiguous and on one device.
+    Raises ValueError if shapes disagree.
     """
     n_stream, n_tok, n_head, group, _ = qt.shape
     n_cells = bias.shape[2]
     _check_shapes(k, v, k_rows, v_rows, qt, bias)
     shapes = shapes_on(qt.device, max(k.width, v.width), k.any_half or v.any_half)
-    shape = shapes.decode if n_tok * group <= shapes.decode.rows else shapes.prompt
-    n_blocks = triton.cdiv(n_tok * group, shape.rows)
+    n_rows = n_tok * group
+    few = n_rows <= shapes.decode.rows
+    shape = shapes.decode if few else shapes.prompt
+    block_rows = max(shapes.least_rows, triton.next_power_of_2(n_rows)) if few else shape.rows
+    n_blocks = triton.cdiv(n_rows, block_rows)
     if n_split is None:
         n_split = default_splits(n_head * n_blocks * n_stream, n_cells, qt.device)
     split = triton.cdiv(triton.cdiv(n_cells, n_split), shape.cells) * shape.cells
@@ -360,20 +479,18 @@ def attend(
         slope = torch.ones((n_head, group), dtype=torch.float32, device=qt.device)
     if n_stream * n_tok == 0:
         return Partial(m, z, acc)
+    k_words, v_words = k_rows.view(torch.int32), v_rows.view(torch.int32)
+    tables = [(c.offsets, c.coefficients, c.octets, c.steps) for c in (k, v)]
     _attend[(n_head, n_split * n_blocks, n_stream)](
         qt,
         qt if shift is None else shift,
         bias,
         slope,
-        k_rows,
-        v_rows,
+        k_words,
+        v_words,
         scales(qt.device),
-        k.offsets,
-        k.coefficients,
-        k.steps,
-        v.offsets,
-        v.coefficients,
-        v.steps,
+        *tables[0],
+        *tables[1],
         m,
         z,
         acc,
@@ -381,10 +498,8 @@ def attend(
         n_cells,
         split,
         n_split,
-        k_rows.stride(1),
-        v_rows.stride(1),
-        k_rows.stride(0),
-        v_rows.stride(0),
+        *(x.stride(axis) for axis in (1, 0) for x in (k_words, v_words)),
+        *(c.scales_at for c in (k, v)),
         softcap,
         G=group,
         RK=k.width,
@@ -393,10 +508,14 @@ def attend(
         V_HALF=v.any_half,
         K_PATH=k.n_place > 0,
         V_PATH=v.n_place > 0,
+        K_HIGH=k.any_high,
+        V_HIGH=v.any_high,
         HAS_SHIFT=shift is not None,
         HAS_CAP=softcap > 0,
-        M=shape.rows,
+        M=block_rows,
         C=shape.cells,
+        CELLS=0 if few else 1,
+        SETTLED=shape.settled,
         num_warps=shape.warps,
     )
     return Partial(m, z, acc)

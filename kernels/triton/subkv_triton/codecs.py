@@ -1,7 +1,7 @@
 """Tables of one layer's K or V heads, which the kernels read.
 
-Only these tables describe bit planes: a coefficient's entry names the one or two bytes with its code, a byte's entry
-the up to eight coefficients with bits in it. So kernels need no case per width of codes.
+Only these tables describe the bits of rows: an octet's entry names the words with its codes, a byte's entry the up to
+eight coefficients with bits in it. So kernels need no case per width of codes.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ import numpy.typing as npt
 import torch
 import triton
 
-from subkv_triton.fields import HALF, LINE_FACTORS, Band, Fields, row_bytes
-from subkv_triton.widths import PLANES
+from subkv_triton.fields import HALF, LINE_FACTORS, Band, Fields, Words, bits_of_codes, row_bytes
+from subkv_triton.widths import BENDS, PLANES
 
-# Rows of Codecs.coefficients. A coefficient's index is the exclusive or of four parts, LOW, HIGH, ONE and TWO, each
-# (byte AT >> FROM & BITS) << TO, packed into one word. LOW and HIGH are its code. ONE and TWO are the lowest bits of
-# the codes one and two places before on a path (fields.Fields), with BITS 0 without a path.
-LOW, HIGH, ONE, TWO, LEVELS, KIND, ON = range(7)
-N_ROWS = 7
-FROM, TO, BITS = 16, 19, 23
-"""Lowest bits of the fields of a part's word; AT is below FROM."""
-# The value of index i, with y = i - centre, is step sign(y) (|y| + max(|y| - double, 0) + max(|y| - triple, 0)). The
-# lowest three bytes of LEVELS are twice the centre, double and triple.
+# Rows of Codecs.coefficients. STORED: a 16-bit coefficient's number among those of the head
+KIND, ON, STORED = range(3)
+N_ROWS = 3
+# Rows of Codecs.octets. The four parts of an octet's indices are each (word AT >> RIGHT) & BITS, eight numbers of four
+# bits. ONE and TWO are then turned to the left, by adding their multiples by 2^TURN and 2^-BACK. On a path they are the
+# lowest bits of the codes one and two places before. An index, of which coefficient i has bits 4 i to 4 i + 3, is
+# 2 (LOW ^ TWO) | ONE | 32 HIGH
+LOW, HIGH, ONE, TWO = (3 * part for part in range(4))
+AT, RIGHT, BITS = range(3)
+ONE_TURN, ONE_BACK, TWO_TURN, TWO_BACK = range(12, 16)
+# Bytes, four of each in a word, from which attend computes levels (attend._levels)
+FOLD, FILL, DOUBLE, TRIPLE = range(16, 20)
+N_OCTET_ROWS = 20
 # Rows of Codecs.places (coefficient, 2^bits) and of Codecs.place_numbers (step, bends, constants of lines)
 PLACE, N_LEVELS = range(2)
 PLACE_STEP, PLACE_DOUBLE, PLACE_TRIPLE, LINES = range(4)
@@ -45,15 +49,23 @@ class Codecs:
     d: int
     ranks: tuple[int, ...]
     row_bytes: int
-    """Bytes of one cell: the contiguous rows of all heads."""
+    """Bytes of one cell, a multiple of 4: the words of all heads (fields.Words), then a byte with each head's scale."""
+    scales_at: int
+    """The first head's scale byte."""
     any_half: bool
     """Whether a band of 16 bits exists."""
+    any_high: bool
+    """Whether a code has two parts, LOW and HIGH."""
     offsets: torch.Tensor
-    """I32 [H]: byte at which a head's row begins."""
+    """I32 [H]: byte at which a head's words begin."""
     lengths: torch.Tensor
-    """I32 [H]: bytes of a head's row."""
+    """I32 [H]: bytes of a head's words."""
     coefficients: torch.Tensor
-    """I32 [H, N_ROWS, R]: positions of codes (rows LOW to ON), in bytes from the start of the head's row."""
+    """I32 [H, N_ROWS, R]: kinds of coefficients and places of halves (rows KIND to STORED)."""
+    octets: torch.Tensor
+    """I32 [H, N_OCTET_ROWS, R / 8]: words with codes, and numbers from which their levels follow."""
+    order: torch.Tensor
+    """I64 [8 * row_bytes]: one more than the bit of FORMAT.md's row at each bit of a cell's; 0 where there is none."""
     steps: torch.Tensor
     """F32 [H, R]: distance of adjacent levels, relative to the row's scale; 1 for halves and padding."""
     path_lengths: torch.Tensor
@@ -63,7 +75,7 @@ class Codecs:
     place_numbers: torch.Tensor
     """F32 [H, N_PLACE_NUMBERS, T]: rows PLACE_STEP to LINES, then the other lines."""
     packing: torch.Tensor
-    """I32 [H, 4, SLOTS, B]: coefficients and bits of each byte (rows SOURCE to LIFT); zero for byte 0, the scale."""
+    """I32 [H, 4, SLOTS, B]: coefficients and bits of each byte (rows SOURCE to LIFT)."""
     ratios: torch.Tensor
     """F32 [H, R]: ratio of the coefficient's band; 1 for halves and padding."""
     zeros: torch.Tensor
@@ -88,6 +100,17 @@ class Codecs:
     def n_place(self) -> int:
         """T, the places of the longest path; 0 without paths."""
         return int(self.places.shape[2])
+
+    def from_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows U8 [..., bytes of FORMAT.md's rows] in this package's order, [..., row_bytes]."""
+        bits = _bits(rows)
+        return _bytes(torch.cat([torch.zeros_like(bits[..., :1]), bits], -1)[..., self.order])
+
+    def to_rows(self, cells: torch.Tensor) -> torch.Tensor:
+        """The inverse of from_rows."""
+        out = cells.new_zeros((*cells.shape[:-1], 1 + int(self.order.max())))
+        out[..., self.order] = _bits(cells[..., : self.row_bytes])
+        return _bytes(out[..., 1:])
 
     @classmethod
     def make(
@@ -115,8 +138,9 @@ class Codecs:
                     f"head {h}: E and D of shape ({rank}, {encode[0].shape[1]}) expected, {e.shape} and {d.shape} found"
                 )
         width = triton.next_power_of_2(max(MIN_WIDTH, *ranks))
-        lengths = [row_bytes(head) for head in bands]
         fields = [Fields.of(head, width) for head in bands]
+        words = [Words.of(head, width) for head in bands]
+        lengths = [of.n_bytes for of in words]
         n_place = max(len(of.path.bits) for of in fields)
 
         def stacked(arrays: Sequence[npt.NDArray[np.generic]]) -> torch.Tensor:
@@ -128,16 +152,20 @@ class Codecs:
         return cls(
             d=int(encode[0].shape[1]),
             ranks=ranks,
-            row_bytes=sum(lengths),
+            row_bytes=-(-(sum(lengths) + len(bands)) // 4) * 4,
+            scales_at=sum(lengths),
             any_half=any(HALF in of.kind for of in fields),
+            any_high=bool(any(of.size[1].any() for of in words)),
             offsets=torch.tensor([sum(lengths[:h]) for h in range(len(bands))], dtype=torch.int32, device=device),
             lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
-            coefficients=stacked([_coefficients(of) for of in fields]),
+            coefficients=stacked([np.stack([f.kind, f.on, w.half]) for f, w in zip(fields, words, strict=True)]),
+            octets=stacked([_octets(*of) for of in zip(bands, fields, words, strict=True)]),
+            order=torch.from_numpy(_order(bands, fields, words)).to(device),
             steps=stacked([of.step for of in fields]),
             path_lengths=torch.tensor([len(of.path.bits) for of in fields], dtype=torch.int32, device=device),
             places=stacked([np.pad(_places(of), ((0, 0), (0, n_place - len(of.path.bits)))) for of in fields]),
             place_numbers=stacked([np.pad(_numbers(of), ((0, 0), (0, n_place - len(of.path.bits)))) for of in fields]),
-            packing=stacked([_packing(of, max(lengths)) for of in fields]),
+            packing=stacked([_packing(of, max(lengths)) for of in words]),
             ratios=stacked([of.ratio for of in fields]),
             zeros=stacked([of.zero for of in fields]),
             encode=padded(encode),
@@ -146,16 +174,74 @@ class Codecs:
         )
 
 
-def _coefficients(of: Fields) -> npt.NDArray[np.int32]:
-    """Codecs.coefficients of one head."""
-    j = np.arange(len(of.kind))
-    at = np.stack([of.byte[0], of.byte[1], *of.byte[0, of.before]])
-    shift = np.stack([of.shift[0], of.shift[1], *of.shift[0, of.before]])
-    bits = np.stack([*of.mask, of.on, of.on])
-    to = np.stack([of.on, of.lift[1] + of.on, 0 * j, 0 * j + 1])
-    parts = at | shift << FROM | to << TO | bits << BITS
-    centre, double, triple = (np.minimum(2 * x, 255).astype(np.int32) for x in (of.centre, *of.bend))
-    return np.stack([*parts, centre | double << 8 | triple << 16, of.kind, of.on]).astype(np.int32)
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return ((x[..., None] >> torch.arange(8, dtype=torch.uint8, device=x.device)) & 1).flatten(-2)
+
+
+def _bytes(bits: torch.Tensor) -> torch.Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits.unflatten(-1, (-1, 8)) << shifts).sum(-1, dtype=torch.uint8)
+
+
+def _octets(bands: Sequence[Band], of: Fields, words: Words) -> npt.NDArray[np.int32]:
+    """Codecs.octets of one head."""
+    table = np.zeros((N_OCTET_ROWS, len(words.word[0])), np.int64)
+    table[[ONE_BACK, TWO_BACK]], table[[DOUBLE, TRIPLE]] = 31, 127  # no turn, no bends
+
+    def take(part: int, octet: int, piece: int, source: int, bits: int, skipped: int = 0) -> None:
+        """Part `part` is `bits` bits of a piece of octet `source`, without its lowest `skipped` ones."""
+        table[part + AT, octet] = words.word[piece, source]
+        table[part + RIGHT, octet] = words.below[piece, source] + skipped
+        table[part + BITS, octet] = 0x11111111 * ((1 << bits) - 1)
+
+    def turn(rows: list[int], octet: int, bits: int) -> None:
+        """A turn to the left; what leaves the word at its end enters at its start if `bits` is 4."""
+        table[rows, octet] = bits, 28 if bits == 4 else 31
+
+    octets = [bits for n, bits, _ in bands for _ in range(n // 8)]
+    path = [octet for octet, bits in enumerate(octets) if bits in BENDS and len(of.path.bits)]
+    for octet, bits in enumerate(octets):
+        if bits == 16:
+            continue
+        low, high = (int(size) for size in words.size[:, octet])
+        if octet in path:
+            place = path.index(octet)
+            take(LOW, octet, 0, octet, low)
+            take(HIGH, octet, 1, octet, high)
+            for part, rows, back in ((ONE, [ONE_TURN, ONE_BACK], 1), (TWO, [TWO_TURN, TWO_BACK], 2)):
+                take(part, octet, 0, path[place - back], 1)
+                turn(rows, octet, 4 if place < back else 0)  # the last places of the lane before
+            table[[DOUBLE, TRIPLE], octet] = 255 - np.array(BENDS[bits])
+        else:  # the index is the code
+            take(LOW, octet, 0, octet, low - 1, 1)
+            take(ONE, octet, 0, octet, 1)
+            if bits == 3:
+                take(HIGH, octet, 1, octet, 1)
+            elif high:
+                take(TWO, octet, 1, octet, 1)
+                turn([TWO_TURN, TWO_BACK], octet, 3)
+                take(HIGH, octet, 1, octet, high - 1, 1)
+        largest = bits if octet in path else bits - 1  # bit of the index that is 1 for positive levels
+        table[FOLD, octet] = 127 + (1 << largest)
+        if bits == 3:  # that bit is bit 5
+            table[FILL, octet] = 128 - (1 << largest)
+    table[FOLD:] *= 0x01010101
+    return table.astype(np.uint32).view(np.int32)
+
+
+def _order(bands: Sequence[Sequence[Band]], fields: Sequence[Fields], words: Sequence[Words]) -> npt.NDArray[np.int64]:
+    """Codecs.order."""
+    order, first = [], 0  # of the head's row
+    scales = []
+    for head, of, laid_out in zip(bands, fields, words, strict=True):
+        from_bits, to_bits = bits_of_codes(of), bits_of_codes(laid_out)
+        of_head = np.zeros(8 * laid_out.n_bytes, np.int64)
+        of_head[to_bits[to_bits >= 0]] = 1 + 8 * first + from_bits[to_bits >= 0]
+        order.append(of_head)
+        scales.append(1 + 8 * first + np.arange(8))
+        first += row_bytes(head)
+    every = np.concatenate(order + scales)
+    return np.pad(every, (0, -len(every) % 32))
 
 
 def _places(of: Fields) -> npt.NDArray[np.int32]:
@@ -169,10 +255,10 @@ def _numbers(of: Fields) -> npt.NDArray[np.float32]:
     return np.concatenate([of.step[j][None], of.bend[:, j], of.path.lines]).astype(np.float32)
 
 
-def _packing(of: Fields, n_bytes: int) -> npt.NDArray[np.int32]:
-    """Codecs.packing of one head: the fields of `of`, indexed by byte."""
+def _packing(of: Words, n_bytes: int) -> npt.NDArray[np.int32]:
+    """Codecs.packing of one head: the bits of `of`, indexed by byte."""
     packing = np.zeros((4, SLOTS, n_bytes), np.int32)
     part, j = np.nonzero(of.bits)
-    slot = of.shift[part, j] // of.bits[part, j]
-    packing[:, slot, of.byte[part, j]] = j, of.lift[part, j], of.mask[part, j], of.shift[part, j]
+    mask = (1 << of.bits[part, j]) - 1
+    packing[:, of.shift[part, j], of.byte[part, j]] = j, of.lift[part, j], mask, of.shift[part, j]
     return packing

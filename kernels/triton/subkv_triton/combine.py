@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from subkv_triton.attend import Partial, bad_weight_nan, softmax_step
+from subkv_triton.attend import Partial, softmax_step, sum_of_weights
 from subkv_triton.codecs import MIN_WIDTH, Codecs
 
 BLOCK_ROWS = 16
@@ -134,10 +134,10 @@ def _combine(
             q = tl.load(q_ptr + at[:, None] * d_k + j[None, :], mask=live[:, None] & (j < d_k)[None, :], other=0.0)
             k = tl.load(k_ptr + at_key[:, None] * d_k + j[None, :], mask=shown[:, None] & (j < d_k)[None, :], other=0.0)
             logit += _dot(q, tl.trans(k))
-        p, keep, m, z = softmax_step(logit, bias, slope, softcap, m, z, HAS_CAP)
+        p, keep, m = softmax_step(logit, bias, slope, softcap, m, HAS_CAP, 1)
         v = tl.load(v_ptr + at_key[:, None] * d_v + jv[None, :], mask=shown[:, None] & (jv < d_v)[None, :], other=0.0)
-        bad = tl.max((~(tl.abs(v) < float("inf"))).to(tl.int32), axis=1) > 0  # Zero times NaN is NaN.
-        z += bad_weight_nan(p, bad)
+        bad = tl.max((~(tl.abs(v) < float("inf"))).to(tl.int32), axis=1) > 0  # zero times NaN is NaN
+        z = z * keep + sum_of_weights(p, bad, 1)
         o = o * keep[:, None] + _dot(p, tl.where(bad[:, None], 0.0, v))
 
     w = _weight(m, z, sinks_ptr + head * G + group, HAS_SINKS)

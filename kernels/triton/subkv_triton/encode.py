@@ -1,4 +1,4 @@
-"""encode: c = E x - offset, quantized into rows. For equal c the bytes equal those of kernels/ref/encode.cpp.
+"""encode: c = E x - offset, quantized into rows. For equal c the codes equal those of kernels/ref/encode.cpp.
 
 Three kernels compute the best scale code without a path, paths if heads have one (path.py), and the rows' bytes.
 """
@@ -147,11 +147,15 @@ def _pack(
     zeros_ptr,
     packing_ptr,
     n_bytes,
+    scales_at,
     R: tl.constexpr,
     B: tl.constexpr,
     ANY_PATH: tl.constexpr,
 ):
-    """The bytes of one row; programs as in _choose. codes U8 [n, H, R]: codes on paths; B >= n_bytes: bytes packed."""
+    """The words of one row, and its scale; programs as in _choose.
+
+    codes U8 [n, H, R]: codes on paths; B >= n_bytes: bytes packed.
+    """
     token, head, n_head = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at = token.to(tl.int64) * n_head + head
     c_row = c_ptr + at * R
@@ -164,7 +168,7 @@ def _pack(
 
     b = tl.arange(0, B)
     inside = b < n_bytes
-    out = tl.where(b == 0, chosen, 0)
+    out = tl.zeros((B,), tl.int32)
     for slot in range(_SLOTS):
         entry = packing_ptr + (head * 4 * _SLOTS + slot) * n_bytes + b
         source = tl.load(entry + _SOURCE * _SLOTS * n_bytes, mask=inside, other=0)
@@ -180,9 +184,11 @@ def _pack(
         drop = tl.load(entry + _DROP * _SLOTS * n_bytes, mask=inside, other=0)
         lift = tl.load(entry + _LIFT * _SLOTS * n_bytes, mask=inside, other=0)
         out = out | ((u >> drop) & mask) << lift
-    row = rows_ptr + tl.load(cells_ptr + token) * row_stride + tl.load(offsets_ptr + head)
-    empty = tl.where((tl.load(bad_ptr + at) > 0) & (b == 0), _SCALE_NAN, 0)
-    tl.store(row + b, tl.where(live, out, empty).to(tl.uint8), mask=b < tl.load(lengths_ptr + head))
+    cell = rows_ptr + tl.load(cells_ptr + token) * row_stride
+    words = cell + tl.load(offsets_ptr + head)
+    tl.store(words + b, tl.where(live, out, 0).to(tl.uint8), mask=b < tl.load(lengths_ptr + head))
+    empty = tl.where(tl.load(bad_ptr + at) > 0, _SCALE_NAN, 0)
+    tl.store(cell + scales_at + head, tl.where(live, chosen, empty).to(tl.uint8))
 
 
 def encode_rows(codecs: Codecs, x: torch.Tensor, cells: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -220,6 +226,7 @@ def encode_rows(codecs: Codecs, x: torch.Tensor, cells: torch.Tensor, rows: torc
         codecs.zeros,
         codecs.packing,
         n_bytes,
+        codecs.scales_at,
         R=width,
         B=triton.next_power_of_2(n_bytes),
         ANY_PATH=any_path,

@@ -149,6 +149,65 @@ class Fields:
         return (1 << self.bits) - 1
 
 
+PIECES = {**PLANES, 8: (4, 4)}
+"""Bits of a band: widths of its codes' pieces in Words, low bits first."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """A head's row in words of 32 bits, in which a shift and a mask give one part of the codes of an octet.
+
+    An octet is eight adjacent coefficients. A piece is 1, 2 or 4 bits of each of its codes; those of coefficient i
+    begin at bit 4 i + below of one word. Wide pieces precede narrow ones, so none is divided. Halves come first.
+
+    word, below, size: [2, width / 8] int32, of the octets' low and high pieces; size 0: none. half: [width] int32, the
+    number of a coefficient among the halves. n_bytes: a multiple of 4. byte, shift, bits, lift: as in Fields.
+    """
+
+    word: npt.NDArray[np.int32]
+    below: npt.NDArray[np.int32]
+    size: npt.NDArray[np.int32]
+    half: npt.NDArray[np.int32]
+    n_bytes: int
+    byte: npt.NDArray[np.int32]
+    shift: npt.NDArray[np.int32]
+    bits: npt.NDArray[np.int32]
+    lift: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, bands: Sequence[Band], width: int) -> Words:
+        octets = [bits for n, bits, _ in bands for _ in range(n // 8)]
+        word, below, size = np.zeros((3, 2, width // 8), np.int32)
+        half = np.zeros((width // 8, 8), np.int32)
+        byte, shift, bits, lift = np.zeros((4, 2, width // 8, 8), np.int32)
+        i = np.arange(8)
+        stored = [octet for octet, n_bits in enumerate(octets) if n_bits == 16]
+        for n, octet in enumerate(stored):
+            half[octet] = 8 * n + i
+            byte[:, octet] = 2 * half[octet], 2 * half[octet] + 1
+            bits[:, octet], lift[1, octet] = 8, 8
+        pieces = [
+            (n_bits, part, octet) for octet, of in enumerate(octets) for part, n_bits in enumerate(PIECES.get(of, ()))
+        ]
+        at = 16 * len(stored)  # in eights of bits: a word has four
+        for n_bits, part, octet in sorted(pieces, key=lambda piece: -piece[0]):
+            word[part, octet], below[part, octet], size[part, octet] = at // 4, at % 4, n_bits
+            byte[part, octet], shift[part, octet] = at // 4 * 4 + i // 2, 4 * (i % 2) + at % 4
+            bits[part, octet], lift[part, octet] = n_bits, part * PIECES[octets[octet]][0]
+            at += n_bits
+        of_coefficients = (x.reshape(2, width) for x in (byte, shift, bits, lift))
+        return cls(word, below, size, half.ravel(), -(-at // 4) * 4, *of_coefficients)
+
+
+def bits_of_codes(of: Fields | Words) -> npt.NDArray[np.int64]:
+    """[width, 16] the bit of the row in which a bit of a coefficient's code is, -1 beyond its width."""
+    out = np.full((of.bits.shape[1], 16), -1, np.int64)
+    for bit in range(8):
+        part, j = np.nonzero(of.bits > bit)
+        out[j, of.lift[part, j] + bit] = 8 * of.byte[part, j] + of.shift[part, j] + bit
+    return out
+
+
 def row_bytes(bands: Sequence[Band]) -> int:
     """Bytes of a head's row: the scale and all planes."""
     return 1 + sum(n * bits // 8 for n, bits, _ in bands)

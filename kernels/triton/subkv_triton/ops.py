@@ -1,7 +1,7 @@
 """encode, attend and combine of kernels/include/subkv/ops.h as Triton kernels for PyTorch.
 
-Rows are byte-identical to those of every other version; layouts may differ between heads. Without a GPU, set
-TRITON_INTERPRET=1 before importing triton to run the kernels in Triton's interpreter.
+Codes are those of every other version; their order in a row is fields.Words'. Layouts may differ between heads. Without
+a GPU, set TRITON_INTERPRET=1 before importing triton to run the kernels in Triton's interpreter.
 """
 
 from subkv_triton.attend import Partial, attend, project_queries

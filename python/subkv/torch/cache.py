@@ -4,11 +4,11 @@
     cache = subkv.SubspaceCache.from_model(model)    # bases from the weights
     model.generate(**inputs, past_key_values=cache)
 
-Layout, bytes of rows and exact window are those of the native engine. On a CUDA device with package triton, the kernels
-of subkv_triton are used; otherwise torch computes in float32 on the model's device (see kv_stats().kernel). The window
-has the model's dtype. Layers without bases (sliding windows) keep transformers' own layer cache. Both functions set the
-model's attention function to "subkv", which with any other cache, or none, computes the same as "sdpa". Importing this
-module does not change transformers or other models.
+Layout, codes and exact window are those of the native engine. On a CUDA device with package triton, the kernels of
+subkv_triton are used, whose rows are whole words; otherwise torch computes in float32 on the model's device (see
+kv_stats().kernel). The window has the model's dtype. Layers without bases (sliding windows) keep transformers' own
+layer cache. Both functions set the model's attention function to "subkv", which with any other cache, or none, computes
+the same as "sdpa". Importing this module does not change transformers or other models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from subkv.engine.stats import KVStats
 from subkv.format.window import Window
 from subkv.torch.attend import Cells, Logits, attend_exact
 from subkv.torch.bases import Bases, from_weights, load
-from subkv.torch.kernels import Kernels, check, choose
+from subkv.torch.kernels import IN_TORCH, Kernels, check, choose
 from subkv.torch.rows import RowCodec
 
 NAME = "subkv"  # name of the attention and mask functions in transformers' registries
@@ -79,7 +79,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
                     f"{x.shape[-1]}: the bases are of another model",
                 )
             self._tensors |= {
-                f"rows_{side}": torch.empty(batch, 0, codec.row_bytes, dtype=torch.uint8, device=device),
+                f"rows_{side}": torch.empty(batch, 0, self.kernels.row_bytes(codec), dtype=torch.uint8, device=device),
                 f"sink_{side}": x.new_zeros(batch, x.shape[1], self.window.n_sink, x.shape[-1]),
                 f"recent_{side}": x.new_empty(batch, x.shape[1], 0, x.shape[-1]),
             }
@@ -334,7 +334,7 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
             n_cells=n_cells,
             bytes_kv=rows + window + stock,
             bytes_f16=2 * (in_coded + sum(x.numel() for x in ordinary)),
-            bytes_per_token=sum(c.row_bytes for layer in coded for c in layer.codecs),
+            bytes_per_token=sum((layer.kernels or IN_TORCH).row_bytes(c) for layer in coded for c in layer.codecs),
             bpe=8.0 * (rows + window) / in_coded if in_coded else 0.0,
             kernel=" and ".join(sorted({layer.kernels.name for layer in coded if layer.kernels})) or "none yet",
             bytes_codes=rows,

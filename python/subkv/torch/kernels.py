@@ -22,11 +22,13 @@ CAPABILITY = (7, 5)  # minimum compute capability, as in kernels/cuda
 class Kernels:
     """Operations on a layer's rows.
 
-    encode(codec, vectors [batch, n_head_kv, n, d], output rows [batch, n_cells, row_bytes] uint8, first cell): returns
-    the number of heads' rows that were not finite and became zero rows, [batch]. attend: as in attend.py.
+    row_bytes(codec): bytes of a cell's row, whose order is that of encode and attend. encode(codec, vectors [batch,
+    n_head_kv, n, d], output rows [batch, n_cells, row_bytes] uint8, first cell): returns the number of heads' rows that
+    were not finite and became zero rows, [batch]. attend: as in attend.py.
     """
 
     name: str
+    row_bytes: Callable[[RowCodec], int]
     encode: Callable[[RowCodec, Tensor, Tensor, int], Tensor]
     attend: Callable[[Tensor, Cells, Tensor | None, Logits], Tensor]
 
@@ -38,7 +40,7 @@ def encode(codec: RowCodec, x: Tensor, rows: Tensor, first: int) -> Tensor:
     return (~coefficients.isfinite().all(-1)).sum((1, 2))
 
 
-IN_TORCH = Kernels(TORCH, encode, attend)
+IN_TORCH = Kernels(TORCH, lambda codec: codec.row_bytes, encode, attend)
 
 
 def check(name: str | None) -> None:
@@ -59,7 +61,7 @@ def choose(device: torch.device, name: str | None = None) -> Kernels:
     if lacking is None:
         from subkv.torch import triton_kernels  # imports triton, which some platforms lack
 
-        return Kernels(TRITON, triton_kernels.encode, triton_kernels.attend)
+        return Kernels(TRITON, triton_kernels.row_bytes, triton_kernels.encode, triton_kernels.attend)
     if name is None:
         return IN_TORCH
     raise CacheError("kernel", f"expected {lacking[0]} for {TRITON!r}, found {lacking[1]}")

@@ -43,6 +43,11 @@ def tables(codec: RowCodec) -> st.Codecs:
     return _TABLES[codec]
 
 
+def row_bytes(codec: RowCodec) -> int:
+    """Kernels.row_bytes."""
+    return tables(codec).row_bytes
+
+
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def encode(codec: RowCodec, x: Tensor, rows: Tensor, first: int) -> Tensor:
     """Kernels.encode."""

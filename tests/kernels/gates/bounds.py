@@ -18,7 +18,7 @@ NUMBERS = ["registers", "spilled", "shared", "size", "resident"]
 registers   per thread; vector registers with Vulkan
 spilled     bytes per thread; with Vulkan registers, scalar ones included
 shared      bytes per block
-size        bytes of code; instructions with Vulkan
+size        bytes of code; instructions with Vulkan; those of the longest loop with Triton
 resident    concurrent blocks of a multiprocessor; waves of a SIMD with Vulkan. Only here larger is better
 """
 MARGIN = {"registers": 4, "spilled": 0, "shared": 0, "size": 0, "resident": 0}
