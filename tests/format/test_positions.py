@@ -17,7 +17,6 @@ from subkv.format.calibration import LayerSensitivity, Sensitivity
 from subkv.native.gguf import Gguf
 from subkv.plan.positions import average_over_positions, can_spread, pairs
 
-
 SLIDING = {"gemma3": range(5)}  # layers that rotate at another frequency
 
 
