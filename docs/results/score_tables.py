@@ -37,7 +37,7 @@ def frontier_short(lab: Any) -> Rows:
 
 def frontier_gemma(lab: Any) -> Rows:
     """With rows from the weights alone."""
-    return _frontier(lab, "3,4.25,5.1,6.5", "8192", "1", uncalibrated="4.25,6.5")
+    return _frontier(lab, "3,4.25,5.4,6.5", "8192", "1", uncalibrated="4.25,6.5")
 
 
 def _frontier(lab: Any, bits: str, n_ctx: str, chunks: str, picture: str = "", uncalibrated: str = "") -> Rows:
@@ -85,7 +85,7 @@ def other_texts(lab: Any) -> Rows:
 
 
 def other_texts_gemma(lab: Any) -> Rows:
-    return _other_texts(lab, "3,4.25,5.1,6.5", "q8_0,q4_0")
+    return _other_texts(lab, "3,4.25,5.4,6.5", "q8_0,q4_0")
 
 
 def _other_texts(lab: Any, bits: str, kinds: str) -> Rows:

@@ -18,7 +18,7 @@ constexpr const char * SECTIONS    = "qwen2vl";
 constexpr const char * INTERLEAVED = "qwen3vl qwen3vlmoe qwen35 qwen35moe";
 constexpr const char * HALVES =
     "qwen2 qwen3 gemma stablelm phi2 gptneox starcoder2 lfm2 lfm2moe qwen3next gemma2 gemma3 qwen3moe";
-constexpr const char * UNROTATED   = "gpt2 bloom jais mpt refact";
+constexpr const char * UNROTATED = "gpt2 bloom jais mpt refact";
 
 // Further architectures for which only the partners hold, because some of their layers may rotate at other frequencies
 // or not at all.
@@ -119,8 +119,8 @@ std::optional<RotaryPairs> rotary_pairs(const WeightsFile & weights, int d) {
     if (n_rot < 0 || n_rot > d || n_rot % 2 != 0 || count.is_list()) {
         return std::nullopt;
     }
-    const int           half = (int) n_rot / 2;
-    const MetaValue     base = weights.of_arch("rope.freq_base");
+    const int           half   = (int) n_rot / 2;
+    const MetaValue     base   = weights.of_arch("rope.freq_base");
     const MetaValue     factor = weights.of_arch("rope.scaling.factor");
     std::vector<double> theta;
     for (int i = 0; i < half; ++i) {
