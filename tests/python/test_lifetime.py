@@ -141,7 +141,14 @@ FORK = Path(__file__).with_name("forked.py")
 
 def python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
+        [
+            sys.executable,
+            "-W",
+            "ignore::DeprecationWarning",
+            "-c",
+            code,
+            *map(str, arguments),
+        ],  # of os.fork from 3.12 on
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         capture_output=True,
         text=True,

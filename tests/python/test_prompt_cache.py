@@ -350,7 +350,9 @@ def test_a_read_only_folder(cached: Callable[..., Llama], tmp_path: Path) -> Non
     folder.chmod(0o500)
     try:
         with reported() as sentences:
-            assert answer(cached(), DOCUMENT + QUESTIONS[0])[1] == 30 + RESUME  # it still serves
+            assert (
+                answer(cached(), DOCUMENT + QUESTIONS[0])[1] == 30
+            )  # it still serves; the answer was within n_rollback
     finally:
         folder.chmod(0o700)
     assert len(sentences) == 1 and "Permission denied; prompts are no longer stored" in sentences[0]

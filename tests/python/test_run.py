@@ -34,13 +34,13 @@ print(json.dumps({"pid": os.getpid(), "argv": sys.argv[1:], "env": dict(os.envir
 sys.exit(7)
 """
 WAITS = """#!/usr/bin/env python3
-import signal, sys, time
+import os, signal, sys, time
 def said(number, frame):
-    print("got", signal.Signals(number).name, flush=True)
+    os.write(1, f"got {signal.Signals(number).name}\\n".encode())  # print may be interrupted itself
     sys.exit(40 + number)
 for name in ("SIGINT", "SIGTERM"):
     signal.signal(getattr(signal, name), said)
-print("ready", flush=True)
+os.write(1, b"ready\\n")
 time.sleep(60)
 """
 

@@ -45,7 +45,16 @@ def german(tmp_path: Path) -> str:
     made = subprocess.run(command, capture_output=True, text=True)
     if not (tmp_path / "de_DE.UTF-8").is_dir():
         pytest.skip(f"localedef cannot make de_DE.UTF-8: {made.stderr.strip()[:200]}")
+    if not _loads(tmp_path):
+        pytest.skip(f"localedef made a de_DE.UTF-8 that does not load: {made.stderr.strip()[:200]}")
     return str(tmp_path)
+
+
+def _loads(folder: Path) -> bool:
+    """Whether Python can use it: the C library and localedef may differ."""
+    code = 'import locale; locale.setlocale(locale.LC_ALL, "de_DE.UTF-8")'
+    env = {**os.environ, "LOCPATH": str(folder)}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True).returncode == 0
 
 
 def test_a_comma_locale_changes_nothing(tiny_model: Callable[..., Path], tmp_path: Path, german: str) -> None:

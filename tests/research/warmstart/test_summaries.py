@@ -159,8 +159,11 @@ def test_part_of_a_head_may_be_rotated() -> None:
 @each(
     ("base", "message"),
     [
-        (Keys("bloom"), r"^model: expected an architecture whose positions are known \(gemma, gpt2, .*, found bloom$"),
-        (Keys("gemma2"), "found gemma2$"),
+        (
+            Keys("bloom"),
+            r"^model: expected an architecture whose positions are known \(gemma, gemma2, .*, found bloom$",
+        ),
+        (Keys("gpt-oss"), "found gpt-oss$"),
         (Keys(**{"rope.scaling.type": "yarn"}), "^model: expected keys rotated without scaling, .*scaling.type yarn$"),
         (Keys(attn_logit_softcapping=30.0), "^model: expected attention by the softmax of q·k alone, found llama"),
         (Keys(**{"attention.head_count": [2, 0]}), "^model: llama.attention.head_count: expected one number, found"),
