@@ -56,8 +56,13 @@ def in_both(model: Any, bases: Any, *arguments: Any) -> tuple[Any, Any, Subspace
 
 
 def check_close(actual: Any, expected: Any, exact: Any) -> None:
-    """Rounding to halves changes logits far less than the codec does, although one change can affect a whole path."""
-    assert rms(actual - expected) < 0.05 * rms(expected - exact)
+    """Rounding to halves changes most logits far less than the codec does.
+
+    A change can affect a whole path of the trellis, and then the tokens that read the row.
+    """
+    changed, coded = actual - expected, rms(expected - exact)
+    of_tokens = changed.pow(2).mean(-1).sqrt()
+    assert of_tokens.median() < 0.03 * coded and rms(changed) < 0.3 * coded
 
 
 def test_every_kernel_of_triton(small: tuple[Any, Any]) -> None:
