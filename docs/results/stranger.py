@@ -181,7 +181,7 @@ def steps() -> list[Step]:
         with_plugin("node-llama-cpp", "node", "node app.mjs", coded, "npm install node-llama-cpp >npm.log 2>&1; "),
         Step(
             *("pip's llama-cpp-python", "compiler", f"{stocks} && pip install llama-cpp-python==0.3.36 && {plugged}"),
-            ("Successfully installed subkv-plugin",),
+            ("Successfully installed .*subkv-plugin",),
         ),
         Step("an app of it", "compiler", f"{stocks}; cp subkv/app.py .; subkv-plugin run python app.py", coded),
     ]
