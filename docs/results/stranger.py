@@ -27,6 +27,7 @@ import click
 import render
 
 from runtime.busy import LIMIT, Busy
+from runtime.doctor.report import report
 from subkv.base.text import printable
 
 HERE = Path(__file__).resolve().parent
@@ -148,7 +149,7 @@ def steps() -> list[Step]:
         run("an app", of_page(readme, "python app.py --model"), *coded),
         run(
             "chat",
-            'echo "What is the capital of France?" | subkv chat -m model.gguf',
+            f'echo "{QUESTION.strip()}" | subkv chat -m model.gguf',
             "coded|subkv, .* bits per element",
         ),
         run("convert", "subkv convert model.gguf", "model"),
@@ -326,7 +327,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         ("seconds", _seconds),
         ("the screen", lambda row: f"`{printable(row['said'][-1].strip())[:SHOWN]}`" if row["said"] else ""),
     ]
-    facts = sorted({f"commit {row['commit']}, {row['date']}, {row['cpu']}" for row in rows.values() if "commit" in row})
+    facts = sorted({f"commit {row['commit']}, {row['date']}, {row['cpu']}" for row in rows.values()})
     return "\n\n".join([
         "<!-- written by docs/results/stranger.py -->",
         "# The path of a stranger",
@@ -351,13 +352,13 @@ def main(only: str, binds: tuple[Path, ...], folder: Path) -> None:
     names = [name.strip() for name in only.split(",") if name.strip()]
     if unknown := set(names) - {step.name for step in steps()}:
         raise click.UsageError(f"--only: expected names of steps, found {', '.join(sorted(unknown))}")
+    processor = report()[0]["processor"]
     for step in steps():
         if names and step.name not in names:
             continue
         row = walked(folder, step, binds)
         rows[step.name] = {**row, "commit": walked_commit(folder), "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
-        (model,) = set(re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text("utf-8"), re.M))
-        rows[step.name]["cpu"] = f"{model}, {os.cpu_count()} cores"
+        rows[step.name]["cpu"] = f"{processor['name']}, {processor['cores']} cores"
         click.echo(f"{step.name}: {row['seconds']:.0f} s, {'ended well' if row['ended'] else 'FAILED'}")
         for line in row["said"]:
             click.echo(f"    {line}")

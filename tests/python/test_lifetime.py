@@ -137,18 +137,12 @@ def test_two_layouts_in_threads(coded_model: Models, tiny_model: Models) -> None
 #
 
 FORK = Path(__file__).with_name("forked.py")
+QUIET = ("-W", "ignore::DeprecationWarning")  # from Python 3.12 on os.fork warns of threads
 
 
 def python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore::DeprecationWarning",
-            "-c",
-            code,
-            *map(str, arguments),
-        ],  # of os.fork from 3.12 on
+        [sys.executable, *QUIET, "-c", code, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         capture_output=True,
         text=True,

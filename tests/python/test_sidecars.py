@@ -161,7 +161,8 @@ def test_a_renamed_model_finds_the_sidecar_beside_it(model: Path, made: Path, ti
     sidecar_path(model.with_name("a.gguf")).write_bytes(b"GGUF and nothing else")
     sidecar_path(model.with_name("b.gguf")).mkdir()
     renamed = model.rename(model.with_name("renamed.gguf"))
-    for path in (renamed, Path(os.path.relpath(renamed))):
+    winding = sidecar_path(model.with_name("b.gguf")) / ".." / renamed.name  # the same file by another path
+    for path in (renamed, winding, Path(os.path.relpath(renamed))):
         found = choose_cache(path, derive=False)
         assert found.source == BESIDE and found.layout is not None and os.path.samefile(found.layout, beside)
         assert choose_cache(path).note == found.note != ""
