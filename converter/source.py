@@ -20,8 +20,9 @@ class Source:
     """An open GGUF; a context manager.
 
     gguf: metadata and tensors. files, n_bytes: all files of a split model. arch, n_layer, n_ctx_train: from the
-    metadata; None if missing. head_size: of keys, 0: unknown. can_spread: whether statistics of short chunks
-    hold at all positions. Raises ModelFileError about `model` if the file is not a whole GGUF.
+    metadata; None if missing. head_size: of keys, 0: unknown. knows_rotation: whether the metadata tell how keys rotate
+    with the position. has_learned: whether positions are learned, and added to the embeddings. Raises ModelFileError
+    about `model` if the file is not a whole GGUF.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,7 +30,8 @@ class Source:
         self.files, self.n_bytes = self.gguf.files, self.gguf.n_bytes
         self.arch = self.gguf.get("general.architecture")
         self.n_layer, self.n_ctx_train = (self._number(key) for key in ("block_count", "context_length"))
-        self.head_size, self.can_spread = positions.head_size(self.gguf) or 0, positions.can_spread(self.gguf)
+        self.head_size, self.knows_rotation = positions.head_size(self.gguf) or 0, positions.is_known(self.gguf)
+        self.has_learned = self.gguf.has_tensor("position_embd.weight")
         self._model: Model | None = None
 
     def _number(self, key: str) -> int | None:
@@ -83,7 +85,7 @@ class Source:
 
     def check_positions(self, n_ctx: int) -> None:
         """Reject chunks beyond a model's learned positions, at which llama.cpp would end the process."""
-        if self.gguf.has_tensor("position_embd.weight") and self.n_ctx_train and n_ctx > self.n_ctx_train:
+        if self.has_learned and self.n_ctx_train and n_ctx > self.n_ctx_train:
             raise SubkvError(
                 "n_ctx", f"expected at most the {self.n_ctx_train} positions that the model has, found {n_ctx}"
             )

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from converter import builtin
-from converter.corpus import HELD_OUT, Corpus, Text, cut
+from converter import builtin, rotation
+from converter.corpus import HELD_OUT, MIN_TOKENS, Corpus, Text, cut
 from converter.resume import Checkpoints
 from converter.session import Session
 from converter.source import Source
@@ -257,5 +257,19 @@ def collect_statistics(
             checkpoints=checkpoints,
             announce=functools.partial(_announce, session, later),
         )
+        if not (source.knows_rotation or source.has_learned):
+            result = _with_rotation(session, result, texts[0])
     with concerning(calibration="earlier"):
         return merge(earlier, result) if earlier else result, notes
+
+
+def _with_rotation(session: Session, calibration: Calibration, text: Text) -> Calibration:
+    """The calibration with the measured rotation of every layer's keys, as far as they rotate.
+
+    Models that rotate at lower frequencies in long contexts (Phi-3, Phi-4) get the frequencies of short ones: a mean
+    over all their trained positions has bits in every direction that a key has at the lower frequencies.
+    """
+    (tokens,) = cut(session, [text], MIN_TOKENS, 1, whole=False)
+    rotations = rotation.measure(session, tokens, session.source.n_ctx_train or 0)
+    layers = (replace(layer, rotation=rotations.get(layer.shape.il)) for layer in calibration.layers)
+    return replace(calibration, layers=tuple(layers))

@@ -39,7 +39,7 @@ def calibrated(source: Source, request: CalibrationRequest) -> Iterator[Path]:
     """
     scope = scope_of(source.n_bytes)
     head_size = source.head_size if scope.long_statistics else 0
-    request = replace(request, short=source.can_spread, head_size=head_size, scope=scope)
+    request = replace(request, short=not source.has_learned, head_size=head_size, scope=scope)
     if source.n_ctx_train and request.corpus.n_ctx > source.n_ctx_train:
         note(f"chunks of {source.n_ctx_train} tokens (trained context) instead of {request.corpus.n_ctx}")
         request = replace(request, corpus=replace(request.corpus, n_ctx=source.n_ctx_train))

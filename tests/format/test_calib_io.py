@@ -24,6 +24,7 @@ from subkv.format.calibration import (
     PREFIX,
     Calibration,
     LayerSensitivity,
+    Rotation,
     Sensitivity,
     merge,
     pack,
@@ -116,7 +117,7 @@ def damaged(tmp_path: Path) -> Callable[..., str]:
 def test_hostile_files(tmp_path: Path) -> None:
     """Refused with a sentence that can be printed, or read and written again as they were."""
     path = tmp_path / "c.safetensors"
-    write_calibration(path, with_sensitivities(random_calibration(n_layer=1)))
+    write_calibration(path, with_rotation(with_sensitivities(random_calibration(n_layer=1))))
     whole, n_read = damage.without_digest(path.read_bytes()), 0
 
     @damage.SETTINGS
@@ -364,6 +365,60 @@ def test_unwritable_outputs_are_refused_early(tmp_path: Path) -> None:
         check_writable(tmp_path / "file" / "x")
     check_writable(tmp_path / "x")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+#
+# rotations
+#
+
+
+def with_rotation(calibration: Calibration) -> Calibration:
+    """Neighbours are partners; the last two coordinates do not rotate."""
+    partner = np.arange(32) ^ 1
+    omega = np.where(np.arange(32) % 2, 1.0, -1.0) * 0.5 ** np.arange(32).repeat(2)[:32]
+    omega[-2:] = 0.0
+    layers = tuple(replace(layer, rotation=Rotation(partner, omega)) for layer in calibration.layers)
+    return replace(calibration, layers=layers)
+
+
+def test_a_rotation_survives_the_file_and_merging(tmp_path: Path) -> None:
+    plain, turned = random_calibration(), with_rotation(random_calibration(seed=1))
+    write_calibration(tmp_path / "c.safetensors", turned)
+    read = read_calibration(tmp_path / "c.safetensors")
+    for found in (read, merge(plain, turned), merge(turned, plain)):
+        for a, b in zip(found.layers, turned.layers, strict=True):
+            assert a.rotation is not None and b.rotation is not None
+            np.testing.assert_array_equal(a.rotation.partner, b.rotation.partner)
+            np.testing.assert_array_equal(a.rotation.omega, b.rotation.omega)
+
+
+@each(
+    ("name", "index", "value", "sentence"),
+    [
+        ("partner", 3, 32, "blk.0.partner: expected numbers below 32 that are pairs"),
+        ("partner", 3, -1, "blk.0.partner: expected numbers below 32 that are pairs"),
+        ("partner", 3, 5, "blk.0.partner: expected numbers below 32 that are pairs"),
+        ("omega", 3, 0.25, "blk.0.omega: expected angles up to π that differ in sign"),
+        ("omega", slice(0, 2), [-4.0, 4.0], "blk.0.omega: expected angles up to π that differ in sign"),
+        ("omega", 3, np.nan, "blk.0.omega: expected finite values"),
+    ],
+)
+def test_bad_rotations(tmp_path: Path, name: str, index: Any, value: Any, sentence: str) -> None:
+    good = with_rotation(random_calibration())
+    rotation = good.layers[0].rotation
+    assert rotation is not None
+    array = getattr(rotation, name).copy()
+    array[index] = value
+    layer = replace(good.layers[0], rotation=replace(rotation, **{name: array}))
+    write_calibration(tmp_path / "c.safetensors", replace(good, layers=(layer, *good.layers[1:])))
+    with pytest.raises(SubkvError, match=re.escape(sentence)):
+        read_calibration(tmp_path / "c.safetensors")
+
+
+def test_half_a_rotation_is_refused(damaged: Callable[..., str]) -> None:
+    partner, omega = np.arange(32, dtype=np.int32), np.zeros(32)
+    assert damaged(lambda t, m: t.update({"blk.0.partner": partner})) == "blk.0.omega: expected this tensor, found none"
+    assert damaged(lambda t, m: t.update({"blk.0.omega": omega})).startswith("blk.0.omega: expected only tensors")
 
 
 #

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from calib_synthetic import random_calibration
 
+from converter import rotation
+from converter.corpus import Corpus, Text
 from converter.session import Session
 from converter.source import Source
+from converter.statistics_stage import collect_statistics
 from subkv.engine.observer import SAMPLE
-from subkv.format.calibration import LayerSensitivity, Sensitivity
+from subkv.format.calibration import LayerSensitivity, Sensitivity, TextSource, read_calibration, write_calibration
 from subkv.native.gguf import Gguf
-from subkv.plan.positions import average_over_positions, can_spread, pairs
+from subkv.plan.positions import average_over_positions, is_known, pairs
 
 SLIDING = {"gemma3": range(5)}  # layers that rotate at another frequency
 
@@ -85,7 +88,7 @@ def test_a_calibration_of_the_trained_context_stays(tiny_model: Callable[..., Pa
     stats = random_calibration(n_ctx=4096)
     with Gguf(tiny_model("llama")) as base:
         assert average_over_positions(base, stats) == (stats, None)
-        assert can_spread(base)
+        assert is_known(base)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +115,51 @@ def test_the_engine_rotates_keys_so(arch: str, more: dict[str, float], tiny_mode
         assert rotary is None or np.abs(far - near).max() > 0.1 * np.abs(near).max()
 
 
+@pytest.mark.parametrize("arch", ["llama", "qwen2vl", "gemma3", "gpt-oss", "grok", "bloom"])
+def test_a_measured_rotation_is_the_engines(arch: str, tiny_model: Callable[..., Path]) -> None:
+    """It is that of the metadata, if they tell it, and it predicts the keys at the last trained positions."""
+    n, tokens = 12, list(range(3, 15))
+    with Source(tiny_model(arch)) as source, Session(source, 64, 1, 0) as session:
+        last, found = source.n_ctx_train - n, []
+        rotations = rotation.measure(session, tokens, source.n_ctx_train)
+        for first in (0, last):
+            session.clear()
+            session.mode(SAMPLE, range(first, first + n), ())
+            session.decode(tokens, first)
+            found.append({layer.il: session.get(layer, "ks") for layer in session.layers()})
+            session.forget()
+        known = {il: pairs(source.gguf, rows.shape[-1]) for il, rows in found[0].items()}
+    assert rotations.keys() == found[0].keys()
+    for il, measured in rotations.items():
+        near, far = (rows[il] for rows in found)
+        assert np.abs(measured.rotate(near, float(last)) - far).max() < 2e-2 * np.abs(near).max(), il
+        if (rotary := known[il]) is not None and il not in SLIDING.get(arch, ()):
+            np.testing.assert_array_equal(measured.partner, rotary.partner)
+            np.testing.assert_allclose(measured.omega * last, rotary.omega * last, atol=1e-2)
+
+
+def test_a_calibration_of_an_unknown_rotation_is_spread(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """A converted model of such an architecture has no remark, and its calibration keeps the rotation."""
+    path, text = tmp_path / "stats.safetensors", "The castle stood on a hill above the river. " * 200
+    corpus = Corpus((), 128, 8, 1)
+    with Source(tiny_model("gpt-oss")) as source:
+        stats, _ = collect_statistics(source, corpus, [Text(TextSource("hill", "0" * 64, len(text)), text.encode())], 4)
+        write_calibration(path, stats)
+        read = read_calibration(path)
+        wide, remark = average_over_positions(source.gguf, read)
+    assert remark is None
+    for layer, written, spread in zip(stats.layers, read.layers, wide.layers, strict=True):
+        assert layer.rotation is not None and written.rotation is not None
+        np.testing.assert_array_equal(written.rotation.partner, layer.rotation.partner)
+        np.testing.assert_array_equal(written.rotation.omega, layer.rotation.omega)
+        assert np.abs(spread.k2 - written.k2).max() > 0.05 * np.abs(written.k2).max()
+
+
 def test_unknown_rotations_are_noted(tiny_model: Callable[..., Path]) -> None:
     stats = random_calibration(arch="gpt-oss", n_ctx=256)
     with Gguf(tiny_model("gpt-oss")) as base:
         assert pairs(base, 32) is None
-        assert not can_spread(base)
+        assert not is_known(base)
         same, note = average_over_positions(base, stats)
     assert same == stats
     assert note is not None and str(note).startswith(

@@ -78,12 +78,25 @@ class Sensitivity:
 
 
 @dataclass(frozen=True)
+class Rotation:
+    """A rotation R_p of keys and queries by position p: maps x to x·cos(omega·p) + x[partner]·sin(omega·p).
+
+    partner: [d] int64, its own inverse; omega: [d] float64, radians per position, 0 for coordinates that are not
+    rotated, and negative for one of two partners.
+    """
+
+    partner: NDArray[np.int64]
+    omega: F64
+
+
+@dataclass(frozen=True)
 class LayerStats:
     """Statistics of one layer after RoPE, float64 unless noted.
 
     k2, q2: [n_head_kv, d_k, d_k]; v2: [n_head_kv, d_v, d_v] symmetric second moments (not centred; q2 is the mean over
     the group's heads). k1, q1: [n_head_kv, d_k]; v1: [n_head_kv, d_v] means. ks: [n_key, n_head_kv, d_k],
-    vs: [n_key, n_head_kv, d_v], qs: [n_query, n_head, d_k] float16 rows of held-out text, possibly empty.
+    vs: [n_key, n_head_kv, d_v], qs: [n_query, n_head, d_k] float16 rows of held-out text, possibly empty. rotation: if
+    it was measured.
     """
 
     shape: LayerShape
@@ -97,6 +110,7 @@ class LayerStats:
     vs: F16
     qs: F16
     sensitivity: LayerSensitivity | None = None
+    rotation: Rotation | None = None
 
     @property
     def has_samples(self) -> bool:
@@ -165,6 +179,9 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
         tensors |= {blk + key: np.ascontiguousarray(getattr(layer, key), dtype=np.float32) for key in _MEANS}
         if layer.has_samples:
             tensors |= {blk + key: np.ascontiguousarray(getattr(layer, key), dtype=np.float16) for key in _SAMPLES}
+        if layer.rotation is not None:
+            tensors[f"{blk}partner"] = np.ascontiguousarray(layer.rotation.partner, dtype=np.int32)
+            tensors[f"{blk}omega"] = np.ascontiguousarray(layer.rotation.omega, dtype=np.float64)
         if layer.sensitivity is not None:
             tensors |= {blk + key: pack(getattr(layer.sensitivity, name)) for key, (name, _) in _SENSITIVITY.items()}
     values = {
@@ -370,10 +387,24 @@ def _read_layer(tensors: dict[str, NDArray[Any]], shape: LayerShape, sensitive: 
         stats[key] = take(key, np.float16, (None, *size)) if sampled else np.zeros((0, *size), dtype=np.float16)
     if len(stats["ks"]) != len(stats["vs"]):
         raise SubkvError(f"{blk}vs", f"expected {len(stats['ks'])} rows as in ks, found {len(stats['vs'])}")
+    if f"{blk}partner" in tensors:
+        partner = take("partner", np.int32, (shape.d_k,)).astype(np.int64)
+        omega = take("omega", np.float64, (shape.d_k,))
+        _check_rotation(blk, partner, omega)
+        stats["rotation"] = Rotation(partner, omega)
     if sensitive:
         measured = {name: moments(key, getattr(shape, d)) for key, (name, d) in _SENSITIVITY.items()}
         stats["sensitivity"] = LayerSensitivity(**measured)
     return LayerStats(shape=shape, **stats)
+
+
+def _check_rotation(blk: str, partner: NDArray[np.int64], omega: F64) -> None:
+    """Raises SubkvError about a tensor unless it is a rotation by at most π per position."""
+    d = len(partner)
+    if not ((partner >= 0) & (partner < d)).all() or (partner[partner] != np.arange(d)).any():
+        raise SubkvError(f"{blk}partner", f"expected numbers below {d} that are pairs, found others")
+    if (np.abs(omega) > np.pi).any() or (omega != -omega[partner]).any():
+        raise SubkvError(f"{blk}omega", "expected angles up to π that differ in sign between partners, found others")
 
 
 def thin(rows: F16) -> F16:
@@ -423,4 +454,5 @@ def _merge_layer(a: LayerStats, b: LayerStats) -> LayerStats:
         key: share * getattr(a, key) + (1 - share) * getattr(b, key) for key in (*_MOMENTS, *_MEANS)
     }
     stats |= {key: thin(np.concatenate([getattr(a, key), getattr(b, key)])) for key in _SAMPLES}
-    return LayerStats(replace(a.shape, tokens=total), **stats, sensitivity=b.sensitivity or a.sensitivity)
+    measured = {name: getattr(b, name) or getattr(a, name) for name in ("sensitivity", "rotation")}
+    return LayerStats(replace(a.shape, tokens=total), **stats, **measured)

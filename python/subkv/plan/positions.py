@@ -9,14 +9,14 @@ with 5 bits per element.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from subkv.base.errors import SubkvError
 from subkv.format.arrays import F16, F64
-from subkv.format.calibration import Calibration, LayerStats
+from subkv.format.calibration import Calibration, LayerStats, Rotation
 from subkv.native.gguf import Base
 from subkv.plan import mla
 
@@ -60,15 +60,8 @@ def transformers_order(arch: str, d: int) -> NDArray[np.int64]:
     )
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """A rotation R_p by position p: maps x to x·cos(omega·p) + x[partner]·sin(omega·p).
-
-    partner: [d]; omega: [d] radians per position, 0 for coordinates that are not rotated.
-    """
-
-    partner: NDArray[np.int64]
-    omega: F64
+class Pairs(Rotation):
+    """A rotation, applied."""
 
     @classmethod
     def none(cls, d: int) -> Pairs:
@@ -129,11 +122,32 @@ def pairs(base: Base, d: int) -> Pairs | None:
     if arch in SECTIONS + INTERLEAVED and isinstance(sections, list) and len(sections) == 4:
         theta[_unrotated_pairs(sections, half, arch in INTERLEAVED)] = 0.0
     rotary = Pairs.none(d)
-    first = (d - n_rot if latent else 0) + (2 * np.arange(half) if neighbours else np.arange(half))
-    second = first + (1 if neighbours else half)
+    first, second = _paired(n_rot, d - n_rot if latent else 0, neighbours)
     rotary.partner[first], rotary.partner[second] = second, first
     rotary.omega[first], rotary.omega[second] = -theta, theta
     return rotary
+
+
+def _paired(n_rot: int, start: int, neighbours: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first and the second coordinates [n_rot/2] of rotary pairs in n_rot coordinates from `start` on."""
+    half = n_rot // 2
+    first = start + (2 * np.arange(half) if neighbours else np.arange(half))
+    return first, first + (1 if neighbours else half)
+
+
+def candidates(base: Base, d: int) -> list[NDArray[np.int64]]:
+    """Possible partners [d] of the coordinates of a key of size d: neighbours, or half of the rotated dimensions apart.
+    All dimensions rotate, or the first or the last ones."""
+    arch, out = base.get("general.architecture"), []
+    counts = [base.get(f"{arch}.rope.dimension_count{suffix}") for suffix in ("", "_swa")]
+    for n_rot in sorted({n for n in (*counts, d, d // 2, d // 4) if isinstance(n, int) and 0 < n <= d and n % 2 == 0}):
+        for start in sorted({0, d - n_rot}):
+            for neighbours in (True, False):
+                first, second = _paired(n_rot, start, neighbours)
+                partner = np.arange(d)
+                partner[first], partner[second] = second, first
+                out.append(partner)
+    return out
 
 
 def _unrotated_pairs(sections: list[int], half: int, interleaved: bool) -> NDArray[np.bool_]:
@@ -154,33 +168,35 @@ def head_size(base: Base) -> int | None:
     return d if isinstance(d, int) else None
 
 
-def can_spread(base: Base) -> bool:
-    """Whether average_over_positions() supports this model; then short chunks are as good as long ones."""
+def is_known(base: Base) -> bool:
+    """Whether the metadata tell the rotation of the keys."""
     d = head_size(base)
     return d is not None and pairs(base, d) is not None
 
 
 def average_over_positions(base: Base, calibration: Calibration) -> tuple[Calibration, SubkvError | None]:
-    """The calibration spread over all trained positions, and a remark if that is needed but not supported."""
+    """The calibration spread over all trained positions, and a remark if that is needed but not supported.
+
+    The rotation is the one that the calibration holds, else the one of the metadata.
+    """
     trained = base.get(f"{base.get('general.architecture')}.context_length")
     n_ctx, sensitivity = calibration.n_ctx, calibration.sensitivity
     n_ctx_sensitivity = sensitivity.n_ctx if sensitivity else n_ctx
     shortest = min(n_ctx, n_ctx_sensitivity)
     if trained is None or shortest >= trained:
         return calibration, None
-    rotations = {}
-    for d in {layer.shape.d_k for layer in calibration.layers}:
-        rotary = pairs(base, d)
+    spans, layers = [float(max(trained - n, 0)) for n in (n_ctx, n_ctx_sensitivity)], []
+    for layer in calibration.layers:
+        measured = layer.rotation
+        rotary = pairs(base, layer.shape.d_k) if measured is None else Pairs(measured.partner, measured.omega)
         if rotary is None:
             return calibration, SubkvError(
                 "calibration",
                 f"expected a calibration at the trained context of {trained} tokens, found {shortest}: quality beyond "
                 f"is unknown; calibrate with -c {trained}",
             )
-        rotations[d] = rotary
-    spans = [float(max(trained - n, 0)) for n in (n_ctx, n_ctx_sensitivity)]
-    layers = tuple(_spread_layer(layer, rotations[layer.shape.d_k], *spans) for layer in calibration.layers)
-    return replace(calibration, layers=layers), None
+        layers.append(_spread_layer(layer, rotary, *spans))
+    return replace(calibration, layers=tuple(layers)), None
 
 
 def _spread_layer(layer: LayerStats, rotary: Pairs, span: float, span_sensitivity: float) -> LayerStats:
