@@ -109,8 +109,8 @@ ELSEWHERE = {
 NOT_RUN = {
     "installs or builds packages; CI and its scripts do it": [
         "pip install --no-index --find-links wheels 'subkv[demo]' && subkv chat",
-        "python3 -m venv .venv && . .venv/bin/activate && CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install --no-cache-dir '.[demo]' "
-        "&& python -m runtime.chat",
+        "python3 -m venv .venv && . .venv/bin/activate && CMAKE_ARGS=-DLLAMA_BUILD=OFF "
+        "pip install --no-cache-dir '.[demo]' && python -m runtime.chat",
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_STOCK=ON -DSUBKV_PROGRAMS=ON -DSUBKV_PAGE=OFF' "
         "pip install --no-cache-dir '.[demo,test]' && pytest -n auto",
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install --no-cache-dir '.[cluster]'",
