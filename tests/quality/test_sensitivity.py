@@ -86,6 +86,23 @@ def test_default_budget_equals_q8_0(measured: Path, tiny_model: Callable[..., Pa
     assert "by default, the smallest whose predicted KLD is at most q8_0's" in result.output
 
 
+def test_default_budget_has_a_largest_cost(
+    measured: Path, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where q8_0 costs more, the default costs less than q8_0; if no budget can, it is that of q8_0's quality."""
+    fit = fit_of(tiny_model("llama"), read_calibration(measured))
+    target, like = fit.stock_error("q8_0"), fit.budget_like("q8_0")
+    assert target is not None and like is not None
+    monkeypatch.setattr("subkv.plan.pipeline.MOST_COST", target / 1.5)
+    capped = fit.budget_like("q8_0", target / 1.5)
+    assert capped is not None and like < capped < like + 1.0
+    result = run_convert(tiny_model("llama"), measured, tmp_path, "--n-recent", str(N_RECENT), "--dry-run")
+    assert f"by default, the smallest whose predicted KLD is at most {target / 1.5:g}, below q8_0's" in result.output
+    monkeypatch.setattr("subkv.plan.pipeline.MOST_COST", target / 1e9)
+    result = run_convert(tiny_model("llama"), measured, tmp_path, "--n-recent", str(N_RECENT), "--dry-run")
+    assert "by default, the smallest whose predicted KLD is at most q8_0's" in result.output
+
+
 def run_convert(model: Path, bases: Path, folder: Path, *arguments: str) -> Result:
     return CliRunner().invoke(convert, ["--bases", str(bases), "-o", str(folder / "o.gguf"), *arguments, str(model)])
 

@@ -33,6 +33,9 @@ from subkv.plan.positions import average_over_positions
 CALIBRATED_CONTEXT = 8192  # largest default for --bpe-context
 LATENT_CONTEXT = 32768  # the same for latent attention, whose rows are small compared with its bases
 TARGET = "q8_0"  # the stock type whose quality the default budget matches
+# Nats per token, the largest predicted cost of a default budget. Keys of some models have a few large elements, where
+# q8_0 itself changes tokens (0.005 on Qwen2.5-Coder-0.5B). Rounding alone, flash attention or not, costs 0.001 there.
+MOST_COST = 0.002
 FALLBACK_KV_BITS = 4.5  # default budget if that quality cannot be predicted
 MOST_ESTIMATED = 6.5  # largest default budget without sensitivities: even bases from the weights equal q8_0 there
 TOKENS_PER_RANK = 16  # tokens per coefficient below which small eigenvalues of the moments are unreliable
@@ -397,13 +400,15 @@ class Fit:
         error = self._uncorrected_stock_error(kind)
         return error is not None and 0.0 < error <= MEANINGLESS * self._lost
 
-    def budget_like(self, kind: str) -> float | None:
-        """The smallest budget, in steps of BUDGET_STEP, with at most a stock type's error; infinity if rows would need
-        more bits than the type; None if the type's error is unknown or meaningless.
+    def budget_like(self, kind: str, ceiling: float = math.inf) -> float | None:
+        """The smallest budget, in steps of BUDGET_STEP, with at most a stock type's error and at most `ceiling`.
+
+        Infinity if rows would need more bits than the type; None if the type's error is unknown or meaningless.
         """
         target = self.stock_error(kind)
         if target is None or not self.is_meaningful(kind):
             return None
+        target = min(target, ceiling)
         least, most = budget.budget_range(self.heads, self.overhead)
         high = most.total - max(most.rows - stock.bits(kind), 0.0)
         first, last = int(np.ceil(least.total / BUDGET_STEP)), int(np.floor(high / BUDGET_STEP))
@@ -453,7 +458,7 @@ def _further_plans(fit: Fit, options: Options, kv_bits: float) -> Plans:
     """Plans for the budgets of Options.plans that are possible; kv_bits: the budget of the file's layout."""
     budgets = options.plans
     if budgets is None:
-        like = fit.budget_like(TARGET) if options.kv_bits is not None else None
+        like = _like_target(fit)[0] if options.kv_bits is not None else None
         budgets = (*PLANS, *([like] if like is not None and math.isfinite(like) else []))
     plans: list[Plan] = []
     for budget_ in tracked("plans", sorted(budgets), "budget", fit.progress):
@@ -475,9 +480,19 @@ def _further_plans(fit: Fit, options: Options, kv_bits: float) -> Plans:
     return Plans(kv_bits, tuple(plans), fit.shared() if plans else {})
 
 
+def _like_target(fit: Fit) -> tuple[float | None, str]:
+    """The budget of TARGET's quality, as budget_like(), or of MOST_COST if that is better and possible; its bound."""
+    error = fit.stock_error(TARGET)
+    if fit.calibration.sensitivity is not None and error is not None and error > MOST_COST:
+        kv_bits = fit.budget_like(TARGET, MOST_COST)
+        if kv_bits is not None and math.isfinite(kv_bits):
+            return kv_bits, f"{MOST_COST:g}, below {TARGET}'s {error:.2g}"
+    return fit.budget_like(TARGET), f"{TARGET}'s"
+
+
 def _default_budget(fit: Fit, options: Options) -> tuple[float, str]:
     """The default of kv_bits, and the reason for the user."""
-    kv_bits = fit.budget_like(TARGET)
+    kv_bits, bound = _like_target(fit)
     if kv_bits is None and fit.stock_error(TARGET) is None:
         return FALLBACK_KV_BITS, (
             f"because {TARGET}'s quality cannot be predicted: that needs held-out samples in the calibration "
@@ -493,7 +508,7 @@ def _default_budget(fit: Fit, options: Options) -> tuple[float, str]:
         if not measured and kv_bits > MOST_ESTIMATED >= least.total:
             return MOST_ESTIMATED, f"the most without sensitivities; {kv_bits:g} are estimated to equal {TARGET}"
         error = "predicted KLD" if measured else "estimated attention error"
-        return kv_bits, f"the smallest whose {error} is at most {TARGET}'s"
+        return kv_bits, f"the smallest whose {error} is at most {bound}"
     if options.rank_k is not None or options.rank_v is not None:
         raise SubkvError(
             "kv_bits",
