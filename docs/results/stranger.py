@@ -175,9 +175,9 @@ def steps() -> list[Step]:
             offline=True,
             brought=(("compiler/subkv/wheels", ""),),
         ),
-        with_plugin(  # a newer ggml than the plug-in knows: a sentence and no cache
-            *("Debian's llama.cpp", "stock", "llama-server -m model.gguf; true", ("has another ggml_backend",)),
-            shown="llama-server -m model.gguf",
+        with_plugin(
+            *("Debian's llama.cpp", "stock", served("llama-server -m model.gguf --port 8080"), ended),
+            shown="llama-server -m model.gguf --port 8080",
         ),
         with_plugin("node-llama-cpp", "node", "node app.mjs", coded, "npm install node-llama-cpp >npm.log 2>&1; "),
         Step(

@@ -564,6 +564,58 @@ def test_functions_are_those_of_the_ggml_that_loads_it(tmp_path: Path) -> None:
     ]
 
 
+# Some of ggml's functions, for buffer types with members in these places, in words. The others are our ggml's.
+OTHER_API = """
+#include <cstddef>
+#include <dlfcn.h>
+#define CALL(result, place, ...) ((result (*)(...)) ((void **) type)[place])(type, ##__VA_ARGS__)
+extern "C" {
+size_t ggml_nbytes(const void *);
+const char * ggml_backend_buft_name(void * type) { return CALL(const char *, NAME); }
+void * ggml_backend_buft_alloc_buffer(void * type, size_t size) { return CALL(void *, ALLOC, size); }
+size_t ggml_backend_buft_get_alignment(void * type) { return CALL(size_t, ALIGNMENT); }
+bool ggml_backend_buft_is_host(void * type) { return CALL(bool, HOST); }
+void * ggml_backend_buft_get_device(void * type) { return ((void **) type)[DEVICE]; }
+size_t ggml_backend_buft_get_alloc_size(void * type, const void * t) {
+    return ((void **) type)[ALLOC_SIZE] ? CALL(size_t, ALLOC_SIZE, t) : ggml_nbytes(t);
+}
+void * ggml_backend_dev_by_type(int type) {
+    return ((void * (*)(int)) dlsym(RTLD_NEXT, "ggml_backend_dev_by_type"))(type);
+}
+void * load(const char * plugin) { return ((void * (*)()) dlsym(dlopen(plugin, RTLD_NOW), "ggml_backend_init"))(); }
+}
+"""
+LOADER = """
+import ctypes, sys
+ggml = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+for name in ("load", "ggml_backend_reg_dev_get", "ggml_backend_dev_buffer_type", "ggml_backend_buft_get_device"):
+    getattr(ggml, name).restype = ctypes.c_void_p
+ggml.ggml_backend_buft_name.restype = ctypes.c_char_p
+registration = ggml.load(sys.argv[2].encode())
+if registration:
+    device = ctypes.c_void_p(ggml.ggml_backend_reg_dev_get(ctypes.c_void_p(registration), ctypes.c_size_t(0)))
+    of = ctypes.c_void_p(ggml.ggml_backend_dev_buffer_type(device))
+    assert ggml.ggml_backend_buft_name(of) == b"SUBKV" and ggml.ggml_backend_buft_get_alignment(of) == 128
+    assert not ggml.ggml_backend_buft_is_host(of) and ggml.ggml_backend_buft_get_device(of) == device.value
+    print(ctypes.c_int.from_address(registration).value)
+"""
+
+
+@each("places, said", [((0, 1, 2, 4, 5, 6), "2\n"), ((0, 1, 3, 5, 7, 8), "3\n"), ((0, 1, 2, 4, 5, 7), "")])
+def test_versions_of_the_interface_of_backends(places: tuple[int, ...], said: str, tmp_path: Path) -> None:
+    """Buffer types have members in other places since ggml 0.26; it is refused if they are in unknown ones."""
+    (tmp_path / "api.cpp").write_text(OTHER_API)
+    names = ("NAME", "ALLOC", "ALIGNMENT", "ALLOC_SIZE", "HOST", "DEVICE")
+    flags = [f"-D{name}={place}" for name, place in zip(names, places, strict=True)]
+    flags += ["-O1", "-fPIC", "-shared", f"-L{LIBRARIES}", f"-Wl,-rpath,{LIBRARIES}"]
+    command = [CXX, *flags, "api.cpp", "-o", "api.so", "-Wl,--no-as-needed", "-lggml", "-lggml-base", "-ldl"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    loader = [sys.executable, "-c", LOADER, str(tmp_path / "api.so"), str(PLUGIN)]
+    done = subprocess.run(loader, capture_output=True, text=True, check=True)
+    assert done.stdout == said
+    assert ("has another ggml_backend_buffer_type than the plug-in knows" in done.stderr) == (not said)
+
+
 @pytest.mark.skipif(bool(THEIRS), reason="our libraries with the llama_cpp of another version")
 def test_the_patched_library_refuses_it(
     tmp_path: Path, model: Path, bases: Path, monkeypatch: pytest.MonkeyPatch

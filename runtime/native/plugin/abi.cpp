@@ -6,9 +6,12 @@
 #include "ggml-impl.h"
 #include "ggml_calls.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
+#include <iterator>
 #include <string>
+#include <tuple>
 #include <utility>
 
 namespace subkv::plugin {
@@ -17,8 +20,24 @@ namespace {
 
 GgmlOps found_ops = {};
 
+// What a buffer type has in ggml's structure. API 3 (ggml 0.26) has two more functions than 2, which may be null.
+enum { GET_NAME, ALLOC_BUFFER, GET_ALIGNMENT, GET_ALLOC_SIZE, IS_HOST, DEVICE, N_PLACES };
+
+// A version of ggml's interface for backends that the plug-in knows, and the places of these members, in words.
+struct Api {
+    int                          version;
+    std::array<size_t, N_PLACES> places;
+};
+
+constexpr Api APIS[] = {
+    { 2, { 0, 1, 2, 4, 5, 6 } },
+    { 3, { 0, 1, 3, 5, 7, 8 } },
+};
+
+const Api * found_api;
+
 // An interface is a structure of pointers to functions. In these objects, each pointer notes its place.
-constexpr size_t N_SLOTS = 32; // more than ggml's structures have
+constexpr size_t N_SLOTS = std::tuple_size<BufferType>::value; // more than ggml's structures have
 size_t           called;
 
 template <size_t I> uintptr_t slot() {
@@ -91,22 +110,26 @@ const char * check_interfaces(ggml_tensor * t) {
                CALLS(Backend, synchronize, (ggml_backend_synchronize(&backend.object), 0)) &&
                CALLS(Backend, graph_compute, ggml_backend_graph_compute_async(&backend.object, nullptr)));
 
-    Probe<ggml_backend_buffer_type> type;
-    type.object.device = &dev.object;
-    using Type         = ggml_backend_buffer_type_i;
-    EXPECT("ggml_backend_buffer_type", ggml_backend_buft_get_device(&type.object) == &dev.object);
-    type.object.iface.get_alloc_size = nullptr; // it would have to be right
-    EXPECT("ggml_backend_buffer_type_i",
-           CALLS(Type, get_name, ggml_backend_buft_name(&type.object)) &&
-               CALLS(Type, alloc_buffer, ggml_backend_buft_alloc_buffer(&type.object, 1)) &&
-               CALLS(Type, get_alignment, ggml_backend_buft_get_alignment(&type.object)) &&
-               CALLS(Type, is_host, ggml_backend_buft_is_host(&type.object)) &&
-               ggml_backend_buft_get_alloc_size(&type.object, t) == ggml_nbytes(t));
+    auto         words = slots(std::make_index_sequence<N_SLOTS>());
+    auto * const type  = (ggml_backend_buffer_type_t) words.data();
+    const auto   at    = [](size_t place, const auto & call) { return calls(place * sizeof(void *), call); };
+    const auto   is    = [&](const Api & api) {
+        return (uintptr_t) ggml_backend_buft_get_device(type) == (uintptr_t) words[api.places[DEVICE]] &&
+               at(api.places[GET_NAME], [&] { ggml_backend_buft_name(type); }) &&
+               at(api.places[ALLOC_BUFFER], [&] { ggml_backend_buft_alloc_buffer(type, 1); }) &&
+               at(api.places[GET_ALIGNMENT], [&] { ggml_backend_buft_get_alignment(type); }) &&
+               at(api.places[IS_HOST], [&] { ggml_backend_buft_is_host(type); });
+    };
+    const auto * const api = std::find_if(std::begin(APIS), std::end(APIS), is);
+    EXPECT("ggml_backend_buffer_type", api != std::end(APIS));
+    words[api->places[GET_ALLOC_SIZE]] = nullptr; // it would have to be right
+    EXPECT("ggml_backend_buffer_type_i", ggml_backend_buft_get_alloc_size(type, t) == ggml_nbytes(t));
+    found_api = api;
 
     const Probe<ggml_backend_buffer> made;
-    ggml_backend_buffer_t            buffer = ggml_backend_buffer_init(&type.object, made.object.iface, &called, 64);
+    ggml_backend_buffer_t            buffer = ggml_backend_buffer_init(type, made.object.iface, &called, 64);
     EXPECT("ggml_backend_buffer",
-           buffer->buft == &type.object && buffer->context == &called && buffer->size == 64 &&
+           buffer->buft == type && buffer->context == &called && buffer->size == 64 &&
                std::memcmp((void *) &buffer->iface, (const void *) &made.object.iface, sizeof(buffer->iface)) == 0);
     using Buffer = ggml_backend_buffer_i;
     t->buffer    = buffer;
@@ -206,6 +229,21 @@ const char * check_graphs() {
 
 const GgmlOps & ggml_ops() {
     return found_ops;
+}
+
+int api_version() {
+    return found_api->version;
+}
+
+BufferType make_buffer_type(AllocBuffer * alloc_buffer, IsHost * is_host, ggml_backend_dev_t device) {
+    const auto & places         = found_api->places;
+    BufferType   type           = {};
+    type[places[GET_NAME]]      = (void *) +[](ggml_backend_buffer_type_t) { return "SUBKV"; };
+    type[places[ALLOC_BUFFER]]  = (void *) alloc_buffer;
+    type[places[GET_ALIGNMENT]] = (void *) +[](ggml_backend_buffer_type_t) { return ALIGNMENT; };
+    type[places[IS_HOST]]       = (void *) is_host;
+    type[places[DEVICE]]        = device;
+    return type;
 }
 
 std::string misfit(const void * caller) {

@@ -36,26 +36,21 @@ void zero(void * data, size_t size) {
 
 // A type for codes and windows, which is the CPU's buffers on reserved memory.
 ggml_backend_buffer_type_t reserved_type() {
-    static ggml_backend_buffer_type type = {
-        { [](ggml_backend_buffer_type_t) { return "SUBKV"; },
-          [](ggml_backend_buffer_type_t own, size_t size) -> ggml_backend_buffer_t {
-              uint8_t *             base   = map(size, PROT_READ | PROT_WRITE);
-              ggml_backend_buffer_t buffer = base ? ggml_backend_cpu_buffer_from_ptr(base, size) : nullptr;
-              if (buffer) {
-                  buffer->buft              = own;
-                  buffer->iface.free_buffer = [](ggml_backend_buffer_t b) { munmap(b->context, b->size); };
-                  buffer->iface.clear       = [](ggml_backend_buffer_t b, uint8_t) { // to zeros
-                      zero(b->context, b->size);
-                  };
-              }
-              return buffer;
-          },
-          [](ggml_backend_buffer_type_t) { return ALIGNMENT; }, nullptr, nullptr,
-          [](ggml_backend_buffer_type_t) { return true; } },
-        nullptr,
-        nullptr
-    };
-    return &type;
+    static BufferType type = make_buffer_type(
+        [](ggml_backend_buffer_type_t own, size_t size) -> ggml_backend_buffer_t {
+            uint8_t *             base   = map(size, PROT_READ | PROT_WRITE);
+            ggml_backend_buffer_t buffer = base ? ggml_backend_cpu_buffer_from_ptr(base, size) : nullptr;
+            if (buffer) {
+                buffer->buft              = own;
+                buffer->iface.free_buffer = [](ggml_backend_buffer_t b) { munmap(b->context, b->size); };
+                buffer->iface.clear       = [](ggml_backend_buffer_t b, uint8_t) { // to zeros
+                    zero(b->context, b->size);
+                };
+            }
+            return buffer;
+        },
+        [](ggml_backend_buffer_type_t) { return true; }, nullptr);
+    return (ggml_backend_buffer_type_t) type.data();
 }
 
 class CpuPlace final : public Place {

@@ -173,7 +173,7 @@ void * get_proc_address(ggml_backend_reg_t, const char * function) {
 }
 
 ggml_backend_reg_t registration() {
-    static ggml_backend_reg reg = { GGML_BACKEND_API_VERSION,
+    static ggml_backend_reg reg = { api_version(),
                                     { [](ggml_backend_reg_t) { return name(); },
                                       [](ggml_backend_reg_t) -> size_t { return 1; },
                                       [](ggml_backend_reg_t, size_t) { return device(); }, get_proc_address },
@@ -214,14 +214,9 @@ std::string refusal(const void * caller) {
 } // namespace
 
 ggml_backend_buffer_type_t buffer_type() {
-    static ggml_backend_buffer_type type = { { [](ggml_backend_buffer_type_t) { return name(); }, new_store,
-                                               [](ggml_backend_buffer_type_t) { return ALIGNMENT; }, nullptr, nullptr,
-                                               [](ggml_backend_buffer_type_t) {
-                                                   return false;
-                                               } }, // else llama.cpp would not call the buffer's functions
-                                             device(),
-                                             nullptr };
-    return &type;
+    // no host: else llama.cpp would not call the buffer's functions
+    static BufferType type = make_buffer_type(new_store, [](ggml_backend_buffer_type_t) { return false; }, device());
+    return (ggml_backend_buffer_type_t) type.data();
 }
 
 ggml_backend_dev_t cpu_device() {

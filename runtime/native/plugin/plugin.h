@@ -17,6 +17,7 @@
 #include "known_cells.h"
 #include "place.h"
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -43,6 +44,16 @@ const GgmlOps & ggml_ops(); // after misfit()
 // Binds ggml (ggml_calls.h), and compares its structures and functions with those that the plug-in knows. Returns "" if
 // they fit, and else the end of a sentence about the ggml.
 std::string misfit(const void * caller);
+
+// The version of ggml's interface for backends, after misfit(). ggml's ggml_backend_buffer_type, which is an array of
+// pointers, has functions in other places in other versions. The plug-in's types lack all that are optional.
+int api_version();
+
+using BufferType  = std::array<void *, 32>;
+using AllocBuffer = ggml_backend_buffer_t(ggml_backend_buffer_type_t, size_t);
+using IsHost      = bool(ggml_backend_buffer_type_t);
+
+BufferType make_buffer_type(AllocBuffer * alloc_buffer, IsHost * is_host, ggml_backend_dev_t device);
 
 inline const ggml_tensor * root_of(const ggml_tensor * t) {
     return t->view_src ? t->view_src : t;
