@@ -191,6 +191,11 @@ template <int F> size_t shared_bytes(const Job & job) {
     return std::max(exact, Shared<F>(nullptr, job).bytes);
 }
 
+// Returns the bytes of a launch, whose blocks may read tiles in either way.
+template <int F> size_t launch_bytes(const Job & job) {
+    return std::max(shared_bytes<F>(job), PAIRS<F> ? PairsShared<F>(nullptr, job.c.a.layer).bytes : 0);
+}
+
 // Four blocks per multiprocessor hide each other's latency, but large tiles only permit two. A block may have `most`
 // bytes of shared memory.
 template <int F> Job job_of(const Combine & b, size_t most) {
@@ -205,10 +210,19 @@ template <int F> const char * run(const Combine & b, void * stream) {
     const Attend & a   = b.a;
     Job            job = job_of<F>(b, most_shared());
     std::copy_n(a.layer.tiles, a.layer.n_head_kv, job.of_head);
-    const dim3   grid((unsigned) a.layer.n_head_kv, (unsigned) (a.n_split + job.n_exact),
-                      (unsigned) (a.n_stream * a.n_tps));
-    const size_t pairs = PAIRS<F> ? PairsShared<F>(nullptr, a.layer).bytes : 0;
-    return launch(decode_kernel<F>, grid, std::max(shared_bytes<F>(job), pairs), stream, job);
+    const dim3 grid((unsigned) a.layer.n_head_kv, (unsigned) (a.n_split + job.n_exact),
+                    (unsigned) (a.n_stream * a.n_tps));
+    return launch(decode_kernel<F>, grid, launch_bytes<F>(job), stream, job);
+}
+
+template <int F> BlockSteps steps_of(Combine b, int device) {
+    b.slots_of_seq        = 1; // with blocks for exact keys
+    const Job     job     = job_of<F>(b, most_shared(device));
+    const int64_t most    = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device, 64 << 10);
+    const int64_t kept    = attribute(cudaDevAttrReservedSharedMemoryPerBlock, device, 0);
+    const int64_t fitting = most / ((int64_t) launch_bytes<F>(job) + kept);
+    return { multiprocessors(device), std::min<int64_t>(std::max<int64_t>(1, fitting), DECODE_BLOCKS),
+             (PAIRS<F> ? MOST_TILES : job.tiles) * TILE, PAIRS<F> ? WARPS : 1, DECODE_WAVES };
 }
 
 bool fits_decode(const Layer & l, size_t most) {
@@ -238,9 +252,14 @@ void make_plan(const HeadCodec & k, const HeadCodec & v, void * plan) {
     std::memcpy(plan, &made, sizeof(made));
 }
 
-int64_t n_at_once(int device) {
-    int n = 0;
-    return cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? DECODE_BLOCKS * n : 256;
+BlockSteps block_steps(const Layer & layer, int device) {
+    Attend a = {};
+    a.layer  = layer;
+    a.n_tps  = 1;
+    return !suits_decode(layer, device) ?
+               BlockSteps{ multiprocessors(device), DECODE_BLOCKS, MOST_TILES * TILE, 1, 1 } :
+           layer.n_group <= FOUR ? steps_of<1>(without_exact_keys(a), device) :
+                                   steps_of<2>(without_exact_keys(a), device);
 }
 
 const char * attend_decode(const Combine & args, void * stream) {

@@ -32,26 +32,28 @@ struct Carve {
     }
 };
 
-// Returns the maximum dynamic shared memory of a block on a given device, or on the current one.
+// Returns an attribute of a device, or `usual` if it is unknown.
+inline int attribute(cudaDeviceAttr of, int device, int usual) {
+    int value = 0;
+    return cudaDeviceGetAttribute(&value, of, device) == cudaSuccess ? value : usual;
+}
+
+inline int current_device() {
+    int device = 0;
+    return cudaGetDevice(&device) == cudaSuccess ? device : 0;
+}
+
+// Returns the maximum dynamic shared memory of a block.
 inline size_t most_shared(int device) {
-    int bytes = 0;
-    return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess ?
-               (size_t) bytes :
-               48u << 10;
+    return (size_t) attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device, 48 << 10);
 }
 
 inline size_t most_shared() {
-    int device = 0;
-    return cudaGetDevice(&device) == cudaSuccess ? most_shared(device) : 48u << 10;
+    return most_shared(current_device());
 }
 
-// Returns the number of multiprocessors of the current device.
-inline int64_t multiprocessors() {
-    int device = 0, n = 0;
-    return cudaGetDevice(&device) == cudaSuccess &&
-                   cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ?
-               n :
-               64;
+inline int64_t multiprocessors(int device) {
+    return attribute(cudaDevAttrMultiProcessorCount, device, 64);
 }
 
 template <typename Args>

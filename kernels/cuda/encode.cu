@@ -54,7 +54,7 @@ constexpr size_t MOST_SHARED = 31u << 10; // bytes of a block; two fit in the 64
 template <typename Args>
 const char * launch_rows(void (*kernel)(InBlocks<Args>), const Args & args, const Encode & e, void * stream) {
     const int     sides    = e.layer.latent ? 1 : SIDES;
-    const int64_t n_blocks = 2 * multiprocessors();
+    const int64_t n_blocks = 2 * multiprocessors(current_device());
     int32_t       row_bits = 0;
     while (2 << row_bits <= ROWS_MOST && EncodeShared(nullptr, e.layer, row_bits + 1).bytes <= MOST_SHARED &&
            (e.n_tok >> (row_bits + 1)) * e.layer.n_head_kv * sides >= n_blocks) {

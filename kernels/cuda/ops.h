@@ -17,6 +17,7 @@
 
 #include "subkv/batch.h"
 #include "subkv/ops.h"
+#include "subkv/splits.h"
 
 #include <cstdint>
 
@@ -211,8 +212,8 @@ int64_t exact_floats(const Layer & layer, int64_t n_rows, int64_t n_tps, int32_t
 // tiles fit the device's shared memory. The layer must not be latent.
 bool suits_prompt(const Layer & layer, int device);
 
-// Returns the approximate number of concurrent blocks of attend_decode on a device, DECODE_BLOCKS per multiprocessor.
-int64_t n_at_once(int device);
+// Returns how the blocks of attend work on a device: those of the decode kernel if it applies.
+BlockSteps block_steps(const Layer & layer, int device);
 
 // Returns the bytes of shared memory that attend needs beyond those of the device, or 0.
 size_t lacks_shared(const Layer & layer, int device);

@@ -84,7 +84,8 @@ class Cuda:
         n_tok, layer = work.n_stream * work.n_tps, self.heads.layer
         few = work.n_tps <= c.DECODE_TOKENS
         blocks = N_HEAD * work.n_stream * (work.n_tps if few else max(1, work.n_tps * GROUP // 64))
-        n_split = max(1, min(library.n_at_once() // blocks, work.n_cells // 128))  # the engine's rule
+        split = library.cells_of_split(library.block_steps(layer), work.n_cells, blocks, work.n_cells)
+        n_split = -(-work.n_cells // split)
         n_rows = N_HEAD * n_tok * GROUP
         part = n_split * n_rows
         halves = {"dtype": torch.float16, "device": DEVICE}
@@ -125,7 +126,7 @@ class Cuda:
                                v_stream=v_stream, mask=mask.data_ptr(), mask_half=True, cell_pos=cell_pos.data_ptr(),
                                tokens=tokens.data_ptr(), n_sink=N_SINK, n_recent=N_RECENT, n_kv=work.n_cells,
                                n_stream=work.n_stream, n_tps=work.n_tps, n_split=n_split,
-                               split=-(-work.n_cells // n_split // 64) * 64, m=at, z=at + 4 * part,
+                               split=split, m=at, z=at + 4 * part,
                                acc=at + 8 * part, qt=qt, shift=qt + 4 * n_rows * layer.width_k,
                                words=words.data_ptr(), exact=exact.data_ptr())  # fmt: skip
         self.combine = c.Combine(a=self.attend, fresh=fresh.data_ptr(), window=window.data_ptr(),

@@ -70,8 +70,12 @@ size_t test_make_plan(const HeadCodec * k, const HeadCodec * v, void * plan) {
     return cuda::plan_bytes();
 }
 
-int64_t test_n_at_once(int device) {
-    return cuda::n_at_once(device);
+void test_block_steps(const cuda::Layer * layer, BlockSteps * steps) {
+    *steps = cuda::block_steps(*layer, 0);
+}
+
+int64_t test_cells_of_split(const BlockSteps * steps, int64_t n_kv, int64_t n_blocks, int64_t most) {
+    return cells_of_split(*steps, n_kv, n_blocks, most);
 }
 
 bool test_suits_prompt(const cuda::Layer * layer) {

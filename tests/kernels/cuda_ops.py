@@ -36,6 +36,12 @@ class Layer(ct.Structure):
     ]
 
 
+class BlockSteps(ct.Structure):
+    """subkv/splits.h"""
+
+    _fields_ = _fields(n_processors__resident__cells__steps__waves=_I64)
+
+
 class Encode(ct.Structure):
     _fields_ = [
         ("layer", Layer),
@@ -172,10 +178,17 @@ class Library:
             made.append(plan)
         return np.concatenate(made)
 
-    def n_at_once(self) -> int:
-        """Concurrent blocks of attend on device 0."""
-        self.lib.test_n_at_once.restype = ct.c_int64
-        return int(self.lib.test_n_at_once(0))
+    def block_steps(self, layer: Layer) -> BlockSteps:
+        """How attend's blocks work on device 0."""
+        steps, function = BlockSteps(), self.lib.test_block_steps
+        function.restype, function.argtypes = None, [_P, _P]
+        function(ct.addressof(layer), ct.addressof(steps))
+        return steps
+
+    def cells_of_split(self, steps: BlockSteps, n_kv: int, n_blocks: int, most: int) -> int:
+        function = self.lib.test_cells_of_split
+        function.restype, function.argtypes = _I64, [_P, _I64, _I64, _I64]
+        return int(function(ct.addressof(steps), n_kv, n_blocks, most))
 
     def run(self, name: str, args: ct.Structure, stream: ct.c_void_p | None = None) -> None:
         """Launches an op, by default on the stream that later copies from the device wait for."""

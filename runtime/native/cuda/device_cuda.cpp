@@ -141,16 +141,16 @@ public:
         return n_rows * (width_k_ + 1) + words + (int64_t) (Cuda::WORDS_ALIGNMENT / sizeof(float)) +
                cuda::exact_floats(tables_, n_rows, n_tps, slots_of_seq());
     }
-    int64_t  n_at_once() const override { return n_at_once_; }
-    uint64_t n_bad_rows() const override;
-    void     add_bad_rows(uint64_t n) override;
-    void     wait() const override;
-    size_t   max_range() const override { return SIZE_MAX; }
-    bool     makes_rows() const override { return cuda::suits_prompt(tables_, device()); }
-    bool     defers_codes() const override { return suits_decode_; }
-    int64_t  n_decoded() const override { return suits_decode_ ? cuda::DECODE_TOKENS : 1; }
-    void     encode_window(const ggml_tensor * k_cache, const ggml_tensor * v_cache,
-                           const std::vector<UncodedRow> & rows) const override;
+    uint64_t   n_bad_rows() const override;
+    void       add_bad_rows(uint64_t n) override;
+    void       wait() const override;
+    size_t     max_range() const override { return SIZE_MAX; }
+    bool       makes_rows() const override { return cuda::suits_prompt(tables_, device()); }
+    bool       defers_codes() const override { return suits_decode_; }
+    BlockSteps block_steps() const override { return block_steps_; }
+    int64_t    n_decoded() const override { return suits_decode_ ? cuda::DECODE_TOKENS : 1; }
+    void       encode_window(const ggml_tensor * k_cache, const ggml_tensor * v_cache,
+                             const std::vector<UncodedRow> & rows) const override;
 
     const char * refusal(NodeKind kind, ggml_tensor * node) const override;
 
@@ -158,16 +158,15 @@ private:
     cuda::Layer args(int64_t width) const override;
     void        set_sizes(); // of the tables
 
-    int64_t     n_at_once_;
     bool        suits_decode_ = false;
+    BlockSteps  block_steps_  = {};
     cuda::Layer tables_       = {};
 
     std::vector<cuda::HeadTiles> tiles_; // by head
     size_t                       n_bad_at_ = 0;
 };
 
-CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) :
-    GpuLayer(layer, cuda_device(buft)), n_at_once_(cuda::n_at_once(device())) {
+CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) : GpuLayer(layer, cuda_device(buft)) {
     const LayerCodec & codec = *layer.codec;
     Blob               blob;
     const uint64_t     nothing = 0;
@@ -206,6 +205,7 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     tables_.n_bad    = (unsigned long long *) (base + n_bad_at_);
     set_sizes();
     suits_decode_ = cuda::suits_decode(args(width_v_), device());
+    block_steps_  = cuda::block_steps(args(width_v_), device());
     if (const size_t lacks = cuda::lacks_shared(tables_, device())) {
         fail({ SUBKV_ERROR_UNSUPPORTED, "layer " + std::to_string(codec.il),
                sentence(

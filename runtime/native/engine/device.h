@@ -4,6 +4,7 @@
 
 #include "ggml-backend.h"
 #include "ggml.h"
+#include "subkv/splits.h"
 #include "uncoded.h"
 
 #include <cstdint>
@@ -35,12 +36,13 @@ public:
     // Called when a graph is built, because slopes depend on fields of LayerNodes that are set then.
     virtual void     prepare()                = 0;
     virtual void *   userdata(NodeKind kind)  = 0; // of device_op
-    virtual int64_t  n_at_once() const        = 0; // approximate number of concurrent blocks of attend
     virtual uint64_t n_bad_rows() const       = 0; // that could not be coded
     virtual void     add_bad_rows(uint64_t n) = 0; // which the host has stored
     virtual void     wait() const             = 0; // until the device has finished all work
     virtual size_t   max_range() const        = 0; // maximum bytes of one tensor that kernels can address
     virtual bool     makes_rows() const       = 0; // it has kernels for PROMPT_*
+    // How the blocks of attend work, for splits of the cells.
+    virtual BlockSteps block_steps() const = 0;
     // Floats that attend needs for n_rows query rows of all heads, n_tps tokens per stream.
     virtual int64_t scratch(int64_t n_rows, int64_t n_tps) const = 0;
 

@@ -56,18 +56,16 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
     s.n_blocks            = (s.n_tps + s.block - 1) / s.block * s.n_stream;
     const int64_t n_head  = s.n_head_kv * s.n_group;
     const int64_t scratch = layer.device ? layer.device->scratch(n_head * s.n_tokens, s.n_tps) : 0;
-    // blocks of one head, as many as run at once, because a block costs as much to start as 180 cells
     if (layer.device) {
-        constexpr int64_t LEAST   = 2 * TILE; // cells of a split
-        const int64_t     most    = (int64_t) (layer.device->max_range() / sizeof(float)) - scratch;
-        const int64_t     each    = n_head * s.n_tokens * (2 + s.width);
-        const int64_t     n_block = s.n_tps <= layer.device->n_decoded() ? s.n_tokens : s.n_blocks;
-        const int64_t     at_once = layer.device->n_at_once() / (n_block * s.n_head_kv);
-        const int64_t     n_split = std::min({ at_once, s.n_kv / LEAST, most / each });
-        s.n_split                 = std::max<int64_t>(1, n_split);
-        s.split                   = ((s.n_kv + s.n_split - 1) / s.n_split + TILE - 1) / TILE * TILE;
-        s.n_split                 = (s.n_kv + s.split - 1) / s.split;
-        s.n_parts                 = s.n_head_kv;
+        const int64_t most    = (int64_t) (layer.device->max_range() / sizeof(float)) - scratch;
+        const int64_t each    = n_head * s.n_tokens * (2 + s.width);
+        const bool    few     = s.n_tps <= layer.device->n_decoded();
+        const int64_t n_block = few ? s.n_tokens : s.n_blocks;
+        BlockSteps    steps   = layer.device->block_steps();
+        steps.waves           = few ? steps.waves : 1;
+        s.split               = cells_of_split(steps, s.n_kv, n_block * s.n_head_kv, most / each);
+        s.n_split             = (s.n_kv + s.split - 1) / s.split;
+        s.n_parts             = s.n_head_kv;
     } else {
         // Every thread needs work. If heads and blocks are too few, combine merges the segments, as long as their
         // partial results fit in the processor's caches. The heads of a unit share its bias.

@@ -51,12 +51,14 @@ public:
     VulkanLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft);
 
     int64_t  scratch(int64_t n_rows, int64_t n_tps) const override;
-    int64_t  n_at_once() const override { return 1024; } // unknown in Vulkan; suits large GPUs
     uint64_t n_bad_rows() const override;
     void     add_bad_rows(uint64_t n) override;
     void     wait() const override;
     size_t   max_range() const override { return max_range_; }
     bool     makes_rows() const override { return !layer_.codec->latent; }
+
+    // Vulkan does not tell the number of multiprocessors; this suits large GPUs.
+    BlockSteps block_steps() const override { return { 256, 4, 2 * TILE, 1, 1 }; }
 
     const char * refusal(NodeKind kind, ggml_tensor * node) const override;
 

@@ -54,7 +54,12 @@ void product(int * sum, uint32_t left, uint32_t right, bool right_signed);
 #define blockIdx  emulated::block_index
 
 enum cudaError_t { cudaSuccess };
-enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMultiProcessorCount };
+enum cudaDeviceAttr {
+    cudaDevAttrMaxSharedMemoryPerBlockOptin,
+    cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+    cudaDevAttrReservedSharedMemoryPerBlock,
+    cudaDevAttrMultiProcessorCount,
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 using cudaStream_t = void *;
 

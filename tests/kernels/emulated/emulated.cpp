@@ -249,8 +249,15 @@ cudaError_t cudaGetDevice(int * device) {
 }
 
 cudaError_t cudaDeviceGetAttribute(int * value, cudaDeviceAttr attr, int) {
-    constexpr int MULTIPROCESSORS = 30; // as on an RTX 2060
-    *value = attr == cudaDevAttrMultiProcessorCount ? MULTIPROCESSORS : (int) emulated::most_shared;
+    constexpr int RESERVED = 1 << 10; // of a block on sm_80 and later
+    switch (attr) {
+        case cudaDevAttrMultiProcessorCount:
+            *value = 30; // as on an RTX 2060
+            break;
+        case cudaDevAttrReservedSharedMemoryPerBlock: *value = RESERVED; break;
+        case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = (int) emulated::most_shared + RESERVED; break;
+        default: *value = (int) emulated::most_shared;
+    }
     return cudaSuccess;
 }
 
