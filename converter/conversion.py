@@ -3,7 +3,8 @@
     MODEL ─▶ Source ─▶ statistics ─▶ sensitivities ─▶ plan ─▶ file
 
 1. hf.py converts a Hugging Face folder to a GGUF. source.py opens the GGUF, once for all stages.
-2. statistics_stage.py runs the model on text and sums the second moments of queries, keys and values.
+2. statistics_stage.py runs the model on text and sums the second moments of queries, keys and values. rotation.py
+   measures how keys rotate with the position if the metadata do not tell it.
 3. sensitivity_stage.py measures the cost of errors in the cache. sensitivity_trials.py makes the trials. Then the
    stage plans a trial layout, measures its cost and corrects the predictions.
 4. subkv.plan.pipeline plans: bases, and bits within the budget.

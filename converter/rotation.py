@@ -19,6 +19,7 @@ from subkv.format.arrays import F64
 from subkv.plan.positions import Pairs, candidates
 
 TOKENS = 32  # decoded at every shift
+MOST_SHIFT = 1 << 20  # the engine's angles are float32, and a file may name any trained context
 # Largest energy that a rotation may leave unexplained, relative to all energy: some models scale the rotated keys, and
 # an almost right rotation is better than none. Wrong partners leave 0.24 and more.
 TOLERANCE = 0.1
@@ -32,7 +33,7 @@ def measure(session: Session, tokens: Sequence[int], n_positions: int) -> dict[i
     """
     tokens = tokens[:TOKENS]
     shifts = [1]
-    while 2 * shifts[-1] + len(tokens) <= n_positions:
+    while 2 * shifts[-1] + len(tokens) <= n_positions and shifts[-1] < MOST_SHIFT:
         shifts.append(2 * shifts[-1])
     check = shifts[-1] * 3 // 4 + 1  # no measured shift
     near = _rows(session, tokens, 0)

@@ -138,6 +138,14 @@ def test_a_measured_rotation_is_the_engines(arch: str, tiny_model: Callable[...,
             np.testing.assert_allclose(measured.omega * last, rotary.omega * last, atol=1e-2)
 
 
+def test_a_trained_context_without_end_is_measured(tiny_model: Callable[..., Path]) -> None:
+    with Source(tiny_model("gpt-oss")) as source, Session(source, 64, 1, 0) as session:
+        near, far = (rotation.measure(session, range(3, 15), n) for n in (4096, 1 << 40))
+    assert near.keys() == far.keys() != set()
+    for il, measured in far.items():
+        np.testing.assert_allclose(measured.omega, near[il].omega, atol=1e-5)
+
+
 def test_a_calibration_of_an_unknown_rotation_is_spread(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """A converted model of such an architecture has no remark, and its calibration keeps the rotation."""
     path, text = tmp_path / "stats.safetensors", "The castle stood on a hill above the river. " * 200
