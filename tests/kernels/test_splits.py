@@ -99,5 +99,6 @@ def test_steps_of_layers(libraries: dict[str, c.Library]) -> None:
     assert steps("pairs", "planned", 3) == (30, 4, 128, 4, WAVES)
     assert steps("pairs", "planned", 5) == steps("blocks", "planned", 5) == (30, 4, 128, 1, WAVES)
     assert steps("blocks", "planned", 3, latent=True) == (30, 4, 128, 1, 1)
-    assert steps("blocks", "large", 4) == (30, 2, 128, 1, WAVES)
-    assert steps("blocks", "widest", 4) == (30, 2, 64, 1, WAVES)
+    assert steps("blocks", "large", 4) == (30, 3, 128, 1, WAVES)
+    assert steps("blocks", "large", 8) == (30, 2, 128, 1, WAVES)
+    assert steps("blocks", "widest", 8) == (30, 2, 64, 1, WAVES)
