@@ -519,7 +519,9 @@ def test_default_budget_equals_q8_0_by_estimate(base: Path, tmp_path: Path, monk
     at most the one at which bases from the weights do."""
     result = bare(base, tmp_path, random_calibration())
     assert result.exit_code == 0, result.output
-    assert "--kv-bits: 6.5 by default, the most without sensitivities; 8.5 are estimated to equal q8_0" in result.stderr
+    assert (
+        "--kv-bits: 6.5 by default, the most without sensitivities; 8.65 are estimated to equal q8_0" in result.stderr
+    )
     monkeypatch.setattr(pipeline, "MOST_ESTIMATED", 16.0)
     result = bare(base, tmp_path, random_calibration())
     assert result.exit_code == 0, result.output

@@ -84,6 +84,7 @@ def test_default_budget_equals_q8_0(measured: Path, tiny_model: Callable[..., Pa
     assert result.exit_code == 0, result.output
     assert "predicted KLD: " in result.output and "q8_0" in result.output
     assert "by default, the smallest whose predicted KLD is at most q8_0's" in result.output
+    assert "nats per token, at most q8_0's" in result.output  # also with the window that this budget has
 
 
 def test_default_budget_has_a_largest_cost(

@@ -349,8 +349,10 @@ class Fit:
             if isinstance(fit, _Fitted)
         }
 
-    def with_recent_bits(self, bits: int) -> Fit:
-        """This fit with other bits of recent rows."""
+    def for_budget(self, options: Options, kv_bits: float | None) -> Fit:
+        """This fit with the bits of recent rows that are the default of a budget."""
+        own = recent_bits(replace(options, kv_bits=kv_bits), self.latent)
+        bits = options.window.with_defaults(recent_bits=own).recent_bits
         if bits == self.settings.window.recent_bits:
             return self
         fit = copy.copy(self)
@@ -439,8 +441,7 @@ def convert(base: Base, calibration: Calibration, options: Options, progress: bo
     if kv_bits is None and fit.settings.codec != "int8":
         kv_bits, reason = _default_budget(fit, options)
         notes.append(SubkvError("kv_bits", f"{kv_bits:g} by default, {reason}"))
-        own = replace(options, kv_bits=kv_bits)
-        fit = fit.with_recent_bits(options.window.with_defaults(recent_bits=recent_bits(own, fit.latent)).recent_bits)
+        fit = fit.for_budget(options, kv_bits)
     plan, narrow = fit.plan(kv_bits or 0.0), fit.narrow(kv_bits or 0.0)
     layers, sources = fit.code(plan, narrow)
     predicted, stock_types = None, None
@@ -458,14 +459,13 @@ def _further_plans(fit: Fit, options: Options, kv_bits: float) -> Plans:
     """Plans for the budgets of Options.plans that are possible; kv_bits: the budget of the file's layout."""
     budgets = options.plans
     if budgets is None:
-        like = _like_target(fit)[0] if options.kv_bits is not None else None
+        like = _like_target(fit, options)[0] if options.kv_bits is not None else None
         budgets = (*PLANS, *([like] if like is not None and math.isfinite(like) else []))
     plans: list[Plan] = []
     for budget_ in tracked("plans", sorted(budgets), "budget", fit.progress):
         if any(budget.same(budget_, other) for other in (kv_bits, *(plan.budget for plan in plans))):
             continue
-        window = options.window.with_defaults(recent_bits=recent_bits(replace(options, kv_bits=budget_), fit.latent))
-        own = fit.with_recent_bits(window.recent_bits)
+        own = fit.for_budget(options, budget_)
         narrow = own.narrow(budget_)
         try:
             with concerning(kv_bits="plans"):
@@ -476,12 +476,27 @@ def _further_plans(fit: Fit, options: Options, kv_bits: float) -> Plans:
             continue  # the window or the bases alone take more, or rows cannot use so many
         layers, _ = own.code(bands, narrow, derive=True)
         predicted = own.error(layers) if fit.calibration.sensitivity is not None else None
-        plans.append(Plan(budget_, layers, own.account(bands, narrow), window.recent_bits, narrow, predicted))
+        plans.append(
+            Plan(budget_, layers, own.account(bands, narrow), own.settings.window.recent_bits, narrow, predicted)
+        )
     return Plans(kv_bits, tuple(plans), fit.shared() if plans else {})
 
 
-def _like_target(fit: Fit) -> tuple[float | None, str]:
+def _like_target(fit: Fit, options: Options) -> tuple[float | None, str]:
     """The budget of TARGET's quality, as budget_like(), or of MOST_COST if that is better and possible; its bound."""
+    kv_bits, bound = _with_window(fit)
+    own = fit.for_budget(options, kv_bits)
+    if (
+        own is not fit and kv_bits is not None and math.isfinite(kv_bits)
+    ):  # its window takes other bits, and costs other
+        kv_bits, bound = _with_window(own)
+        if kv_bits is not None and own.settings.window.recent_bits == 16:
+            kv_bits = max(kv_bits, HALVES_FROM)
+    return kv_bits, bound
+
+
+def _with_window(fit: Fit) -> tuple[float | None, str]:
+    """_like_target() with the window of `fit`."""
     error = fit.stock_error(TARGET)
     if fit.calibration.sensitivity is not None and error is not None and error > MOST_COST:
         kv_bits = fit.budget_like(TARGET, MOST_COST)
@@ -492,7 +507,7 @@ def _like_target(fit: Fit) -> tuple[float | None, str]:
 
 def _default_budget(fit: Fit, options: Options) -> tuple[float, str]:
     """The default of kv_bits, and the reason for the user."""
-    kv_bits, bound = _like_target(fit)
+    kv_bits, bound = _like_target(fit, options)
     if kv_bits is None and fit.stock_error(TARGET) is None:
         return FALLBACK_KV_BITS, (
             f"because {TARGET}'s quality cannot be predicted: that needs held-out samples in the calibration "
