@@ -37,10 +37,11 @@ def measure(session: Session, tokens: Sequence[int], n_positions: int) -> dict[i
         shifts.append(2 * shifts[-1])
     check = shifts[-1] * 3 // 4 + 1  # no measured shift
     near = _rows(session, tokens, 0)
+    partners = {il: candidates(session.source.gguf, rows.shape[-1]) for il, rows in near.items()}
     angles: dict[tuple[int, int], F64] = {}
     for shift in shifts:
         for il, rows in _rows(session, tokens, shift).items():
-            for i, partner in enumerate(candidates(session.source.gguf, rows.shape[-1])):
+            for i, partner in enumerate(partners[il]):
                 turned = _angles(near[il], rows, partner)
                 expected = 2.0 * angles[il, i] if (il, i) in angles else np.zeros_like(turned)
                 angles[il, i] = expected + np.angle(np.exp(1j * (turned - expected)))
@@ -48,7 +49,7 @@ def measure(session: Session, tokens: Sequence[int], n_positions: int) -> dict[i
     session.forget()
     for il, rows in far.items():
         fits = []
-        for i, partner in enumerate(candidates(session.source.gguf, rows.shape[-1])):
+        for i, partner in enumerate(partners[il]):
             omega = np.clip(angles[il, i] / shifts[-1], -np.pi, np.pi)
             fits.append(Pairs(partner, (omega - omega[partner]) / 2.0))  # exactly opposite, also for pairs of zeros
         left = [_unexplained(near[il], rows, pairs, check) for pairs in fits]

@@ -484,18 +484,16 @@ def _further_plans(fit: Fit, options: Options, kv_bits: float) -> Plans:
 
 def _like_target(fit: Fit, options: Options) -> tuple[float | None, str]:
     """The budget of TARGET's quality, as budget_like(), or of MOST_COST if that is better and possible; its bound."""
-    kv_bits, bound = _with_window(fit)
+    kv_bits, bound = _like_target_of(fit)
     own = fit.for_budget(options, kv_bits)
-    if (
-        own is not fit and kv_bits is not None and math.isfinite(kv_bits)
-    ):  # its window takes other bits, and costs other
-        kv_bits, bound = _with_window(own)
+    if own is not fit and kv_bits is not None and math.isfinite(kv_bits):
+        kv_bits, bound = _like_target_of(own)  # the window of this budget has other bits, and another error
         if kv_bits is not None and own.settings.window.recent_bits == 16:
             kv_bits = max(kv_bits, HALVES_FROM)
     return kv_bits, bound
 
 
-def _with_window(fit: Fit) -> tuple[float | None, str]:
+def _like_target_of(fit: Fit) -> tuple[float | None, str]:
     """_like_target() with the window of `fit`."""
     error = fit.stock_error(TARGET)
     if fit.calibration.sensitivity is not None and error is not None and error > MOST_COST:
