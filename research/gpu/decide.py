@@ -41,7 +41,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-NATIVE = [f"runtime/native/{name}" for name in ("include", "base", "contract", "capi", "engine")]  # for headers
+NATIVE = [f"runtime/native/{name}" for name in ("include", "base", "bases", "contract", "capi", "cuda", "engine")]
 PARTS = ["kernels", *NATIVE, "tests/kernels", "tests/compiled.py", "tests/each.py", "research/gpu"]
 N_LAYER = 32
 BETWEEN = 64 << 20  # bytes read between two layers

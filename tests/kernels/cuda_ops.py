@@ -198,16 +198,21 @@ class Library:
             raise RuntimeError(f"{name}: {error.decode()}")
 
 
-SOURCES = [*sorted(ROOT.glob("kernels/cuda/*.cu")), ROOT / "tests/kernels/cuda_capi.cpp"]
+NATIVE = ROOT / "runtime/native"
+SOURCES = [
+    *sorted(ROOT.glob("kernels/cuda/*.cu")),
+    *(NATIVE / name for name in ("cuda/layer_tables.cpp", "capi/cuda/capi_cuda.cpp", "capi/row_codec.cpp")),
+    ROOT / "tests/kernels/cuda_capi.cpp",
+]
 REF = [
     *sorted((ROOT / "kernels/ref").glob("*.cpp")),
     *(ROOT / "kernels/cpu" / name for name in ("tiles.cpp", "gather.cpp")),
-    *(ROOT / "runtime/native" / name for name in ("capi/capi_ops.cpp", "base/error.cpp")),
+    *(NATIVE / name for name in ("capi/capi_ops.cpp", "base/error.cpp")),
     ROOT / "tests/kernels/ref_capi.cpp",
 ]
 INCLUDE = [
     f"-I{ROOT}/kernels/include",
-    *(f"-I{ROOT}/runtime/native/{name}" for name in ("include", "base", "capi", "engine")),
+    *(f"-I{NATIVE}/{name}" for name in ("include", "base", "bases", "capi", "cuda", "engine")),
 ]
 
 

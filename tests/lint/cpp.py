@@ -20,7 +20,7 @@ FLOORS = {
     "cuda": ENGINE,
     "vulkan": ENGINE,
     "store": {"include", "base", "bases"},
-    "capi": {*ENGINE, "adapt", "store"},
+    "capi": {*ENGINE, "adapt", "cuda", "store"},
     "plugin": ENGINE,
     "hook": {"include", "base", "contract"},
     "server": {"include", "base", "contract", "hook"},

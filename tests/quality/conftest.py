@@ -1,4 +1,4 @@
-"""Fixtures of references.py."""
+"""Fixtures of references.py, and the modules of other folders of tests."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from references import calibration, measured, reference, text
 
 __all__ = ["calibration", "measured", "reference", "text"]
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "format"))
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("format", "kernels")]

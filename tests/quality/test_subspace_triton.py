@@ -44,7 +44,8 @@ def encoding_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         rows[:, first : first + x.shape[2]] = triton_kernels.tables(codec).from_rows(ordinary)
         return n_bad
 
-    kernels = dataclasses.replace(torch_kernels.choose(CPU, "triton"), encode=encode)
+    both = torch_kernels.side_by_side(encode)
+    kernels = dataclasses.replace(torch_kernels.choose(CPU, "triton"), encode=both)
     monkeypatch.setattr(subspace, "choose", lambda device, name: kernels if name else torch_kernels.IN_TORCH)
 
 
@@ -123,8 +124,8 @@ def test_choice_of_kernels(small: tuple[Any, Any], monkeypatch: pytest.MonkeyPat
     assert cache.kv_stats().kernel == "none yet"
     logits(small[0], cache, IDS[:, :3])
     assert cache.kv_stats().kernel == "torch"
-    with pytest.raises(CacheError, match="^kernel: expected 'torch', 'triton' or None, found 'cuda'$"):
-        SubspaceCache(small[1], kernel="cuda")
+    with pytest.raises(CacheError, match="^kernel: expected 'torch', 'triton', 'cuda' or None, found 'opencl'$"):
+        SubspaceCache(small[1], kernel="opencl")
 
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))

@@ -5,10 +5,11 @@
     model.generate(**inputs, past_key_values=cache)
 
 Layout, codes and exact window are those of the native engine. On a CUDA device with package triton, the kernels of
-subkv_triton are used, whose rows are whole words; otherwise torch computes in float32 on the model's device (see
-kv_stats().kernel). The window has the model's dtype. Layers without bases (sliding windows) keep transformers' own
-layer cache. Both functions set the model's attention function to "subkv", which with any other cache, or none, computes
-the same as "sdpa". Importing this module does not change transformers or other models.
+subkv_triton are used, whose rows are whole words, on request those of libsubkv, whose rows are tiles; otherwise torch
+computes in float32 on the model's device (see kv_stats().kernel). The window has the model's dtype. Layers without
+bases (sliding windows) keep transformers' own layer cache. Both functions set the model's attention function to
+"subkv", which with any other cache, or none, computes the same as "sdpa". Importing this module does not change
+transformers or other models.
 """
 
 from __future__ import annotations
@@ -100,10 +101,11 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         n = key_states.shape[2]
         assert self.kernels is not None
-        for side, codec, x in zip("kv", self.codecs, (key_states, value_states), strict=True):
-            rows = self._reserve(f"rows_{side}", self.n_cells + n)
-            self._tensors["zero_rows"] += self.kernels.encode(codec, x, rows, self.n_cells)
-            self._tensors[f"recent_{side}"] = torch.cat([self._tensors[f"recent_{side}"], x], 2)
+        rows = self._reserve("rows_k", self.n_cells + n), self._reserve("rows_v", self.n_cells + n)
+        new = key_states, value_states
+        self._tensors["zero_rows"] += self.kernels.encode(self.codecs, new, rows, self.n_cells)
+        for name, x in zip(("recent_k", "recent_v"), new, strict=True):
+            self._tensors[name] = torch.cat([self._tensors[name], x], 2)
         self.n_cells += n
         self._attended = False
         keys: Any = key_states.view_as(key_states)
@@ -114,7 +116,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         rows = self._tensors[name]
         if n_cells > rows.shape[1]:
             grown = rows.new_empty(rows.shape[0], -(-n_cells // STEP) * STEP, rows.shape[2])
-            grown[:, : self.n_cells] = rows[:, : self.n_cells]
+            grown[:, : rows.shape[1]] = rows  # all, because a tile has cells and room for more
             self._tensors[name] = grown
         return self._tensors[name]
 
@@ -244,7 +246,7 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
     """
 
     def __init__(self, bases: Bases, *, kernel: str | None = None) -> None:
-        """kernel: "torch" or "triton", default by device. Raises CacheError for other values."""
+        """kernel: "torch", "triton" or "cuda" (libsubkv built with CUDA); default by device. Raises CacheError."""
         check(kernel)
         layers = transformers.DynamicCache(config=bases.config).layers
         for il, codecs in bases.layers.items():
@@ -316,7 +318,7 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
     def kv_stats(self) -> KVStats:
         """Allocated bytes, counted as in the native engine; bases are float32 here.
 
-        kernel: torch or triton, both on several devices; "none yet" before the first keys.
+        kernel: torch, triton or cuda, several on several devices; "none yet" before the first keys.
         """
         coded = self._coded
         sizes = [layer.n_allocated for layer in coded]

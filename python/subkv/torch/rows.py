@@ -7,7 +7,7 @@ entries. encode() writes the same bytes as subkv.format.codec (tests compare the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from subkv_triton.fields import (
     scale_table,
 )
 
+T = TypeVar("T")
+Pair = tuple[T, T]  # of keys and of values
 PIECE = 1 << 16  # coefficients encoded at once, with eleven candidate scales each, in float64
 
 

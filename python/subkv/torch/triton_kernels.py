@@ -50,7 +50,7 @@ def row_bytes(codec: RowCodec) -> int:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def encode(codec: RowCodec, x: Tensor, rows: Tensor, first: int) -> Tensor:
-    """Kernels.encode."""
+    """Kernels.encode of keys or values."""
     batch, n = x.shape[0], x.shape[2]
     of_batch = rows.shape[1] * torch.arange(batch, device=x.device)
     cells = (of_batch[:, None] + torch.arange(first, first + n, device=x.device)).flatten()

@@ -41,7 +41,11 @@ struct LayerSpec {
 };
 
 // Appends a band to a head. The first call needs row_bytes = 1, for the scale byte.
-void add_band(HeadCodec & head, int32_t n, int32_t bits, float ratio);
+inline void add_band(HeadCodec & head, int32_t n, int32_t bits, float ratio) {
+    head.bands[head.n_bands++] = { n, bits, head.rank, head.row_bytes, ratio };
+    head.rank += n;
+    head.row_bytes += n * bits / 8;
+}
 
 // Computes c [n][rank] = E x - offset of rows x [n][ldx], in f32.
 void project_rows(const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, float * c);

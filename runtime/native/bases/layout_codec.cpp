@@ -10,12 +10,6 @@
 
 namespace subkv {
 
-void add_band(HeadCodec & head, int32_t n, int32_t bits, float ratio) {
-    head.bands[head.n_bands++] = { n, bits, head.rank, head.row_bytes, ratio };
-    head.rank += n;
-    head.row_bytes += n * bits / 8;
-}
-
 void project_rows(const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, float * c) {
     const int64_t rank = codec.rank;
     ops.project(codec.encode, rank, codec.d, x, ldx, n, 1.0f, c, rank);

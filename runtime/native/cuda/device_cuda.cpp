@@ -1,102 +1,14 @@
 // device_cuda.cpp: coded layers on NVIDIA's GPUs, or on the emulated GPUs of tests/kernels/emulated (device_gpu.h).
-#include "../../../kernels/cuda/ops.h"
 #include "../engine/device_gpu.h"
+#include "layer_tables.h"
 
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <vector>
 
 namespace subkv {
 
 namespace {
-
-// Contiguous arrays for one copy to the device.
-class Blob {
-public:
-    // The array's offset in the blob.
-    template <typename T> size_t add(const T * data, size_t n) {
-        const size_t at = (bytes_.size() + 31) / 32 * 32; // alignment of matrices
-        bytes_.resize(at + n * sizeof(T));
-        std::memcpy(bytes_.data() + at, data, n * sizeof(T));
-        return at;
-    }
-
-    template <typename T> size_t add(const std::vector<T> & data) { return add(data.data(), data.size()); }
-
-    void put(size_t at, const void * data, size_t n) { std::memcpy(bytes_.data() + at, data, n); }
-
-    const std::vector<uint8_t> & bytes() const { return bytes_; }
-
-private:
-    std::vector<uint8_t> bytes_;
-};
-
-// The codecs of a layer's heads in a blob. Until `place`, addresses are offsets in the blob, and 0 means "none".
-class CodecBlob {
-public:
-    CodecBlob(Blob & blob, const LayerCodec & codec) : blob_(blob), sides_{ { codec.k, 0 }, { codec.v, 0 } } {
-        for (Side & side : sides_) {
-            for (HeadCodec & head : side.heads) {
-                for (Matrix * m : { &head.encode, &head.decode }) {
-                    add(*m, head);
-                }
-                if (head.offset) {
-                    head.offset = (const float *) (uintptr_t) blob.add(head.offset, (size_t) head.rank);
-                }
-            }
-            side.at = blob.add(side.heads);
-        }
-        for (const auto & centre : codec.centre) {
-            means_.push_back(centre.mean.empty() ? 0 : blob.add(centre.mean));
-        }
-        means_at_ = blob.add(means_);
-    }
-
-    // Replaces the offsets by addresses, and sets the codecs of `tables`. base: address of the blob's copy
-    void place(const uint8_t * base, cuda::Layer & tables) {
-        for (Side & side : sides_) {
-            for (HeadCodec & head : side.heads) {
-                move(head.encode.halves, base);
-                move(head.decode.halves, base);
-                move(head.offset, base);
-            }
-            blob_.put(side.at, side.heads.data(), side.heads.size() * sizeof(HeadCodec));
-        }
-        for (uintptr_t & mean : means_) {
-            mean = mean ? (uintptr_t) base + mean : 0;
-        }
-        blob_.put(means_at_, means_.data(), means_.size() * sizeof(uintptr_t));
-        tables.k    = (const HeadCodec *) (base + sides_[0].at);
-        tables.v    = (const HeadCodec *) (base + sides_[1].at);
-        tables.mean = (const uint16_t * const *) (base + means_at_);
-    }
-
-private:
-    struct Side {
-        std::vector<HeadCodec> heads;
-        size_t                 at;
-    };
-
-    void add(Matrix & m, const HeadCodec & head) {
-        if (!present(m)) { // latent values are only decoded
-            return;
-        }
-        const int32_t         rows = (head.rank + cuda::MATRIX_ROWS - 1) / cuda::MATRIX_ROWS * cuda::MATRIX_ROWS;
-        std::vector<uint16_t> halves((size_t) rows * (size_t) head.d);
-        to_halves(m, head.rank, head.d, halves.data());
-        m = { (const uint16_t *) (uintptr_t) blob_.add(halves) };
-    }
-
-    template <typename T> static void move(const T *& at, const uint8_t * base) {
-        at = at ? (const T *) (base + (uintptr_t) at) : nullptr;
-    }
-
-    Blob &                 blob_;
-    Side                   sides_[2];
-    std::vector<uintptr_t> means_;
-    size_t                 means_at_ = 0;
-};
 
 // The data of a tensor, for members of any pointer type.
 struct Data {
@@ -137,15 +49,16 @@ public:
     CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft);
 
     int64_t scratch(int64_t n_rows, int64_t n_tps) const override {
-        const int64_t words = cuda::query_words(tables_) * (n_rows / tables_.n_group);
+        const cuda::Layer l     = args(width_v_);
+        const int64_t     words = cuda::query_words(l) * (n_rows / l.n_group);
         return n_rows * (width_k_ + 1) + words + (int64_t) (Cuda::WORDS_ALIGNMENT / sizeof(float)) +
-               cuda::exact_floats(tables_, n_rows, n_tps, slots_of_seq());
+               cuda::exact_floats(l, n_rows, n_tps, slots_of_seq());
     }
     uint64_t   n_bad_rows() const override;
     void       add_bad_rows(uint64_t n) override;
     void       wait() const override;
     size_t     max_range() const override { return SIZE_MAX; }
-    bool       makes_rows() const override { return cuda::suits_prompt(tables_, device()); }
+    bool       makes_rows() const override { return cuda::suits_prompt(args(width_v_), device()); }
     bool       defers_codes() const override { return suits_decode_; }
     BlockSteps block_steps() const override { return block_steps_; }
     int64_t    n_decoded() const override { return suits_decode_ ? cuda::DECODE_TOKENS : 1; }
@@ -156,89 +69,39 @@ public:
 
 private:
     cuda::Layer args(int64_t width) const override;
-    void        set_sizes(); // of the tables
 
+    LayerTables tables_;
     bool        suits_decode_ = false;
     BlockSteps  block_steps_  = {};
-    cuda::Layer tables_       = {};
-
-    std::vector<cuda::HeadTiles> tiles_; // by head
-    size_t                       n_bad_at_ = 0;
 };
 
-CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) : GpuLayer(layer, cuda_device(buft)) {
-    const LayerCodec & codec = *layer.codec;
-    Blob               blob;
-    const uint64_t     nothing = 0;
-    n_bad_at_                  = blob.add(&nothing, 1);
-    CodecBlob            codecs(blob, codec);
-    std::vector<int64_t> k_offset, v_offset;
-    for (int64_t h = 0; h < codec.n_head_kv; ++h) {
-        k_offset.push_back(codec.tile_offset(h, false));
-        v_offset.push_back(codec.tile_offset(h, true));
-    }
-    std::vector<uint8_t> plans;
-    for (size_t h = 0; h < (size_t) codec.n_head_kv; ++h) { // of the codecs as the host has them
-        plans.resize((h + 1) * cuda::plan_bytes());
-        cuda::make_plan(codec.k[h], codec.v[h], plans.data() + h * cuda::plan_bytes());
-        tiles_.push_back({ (int32_t) k_offset[h], (int32_t) v_offset[h], (int32_t) TILE * codec.k[h].row_bytes,
-                           (int32_t) TILE * codec.v[h].row_bytes });
-    }
-    const size_t plans_at    = blob.add(plans);
-    const size_t k_offset_at = blob.add(k_offset);
-    const size_t v_offset_at = blob.add(v_offset);
-    const size_t gamma_at    = blob.add(codec.gamma);
-    slopes_at_               = blob.add(std::vector<float>((size_t) layer.n_head));
-
-    allocate(blob.bytes().size(), buft);
-
-    const auto * base = (const uint8_t *) memory_->data;
-    codecs.place(base, tables_);
-    ggml_backend_tensor_set(memory_, blob.bytes().data(), 0, blob.bytes().size());
-
-    tables_.k_offset = (const int64_t *) (base + k_offset_at);
-    tables_.v_offset = (const int64_t *) (base + v_offset_at);
-    tables_.plan     = base + plans_at;
-    tables_.tiles    = tiles_.data();
-    tables_.gamma    = (const float *) (base + gamma_at);
-    tables_.slope    = (const float *) (base + slopes_at_);
-    tables_.n_bad    = (unsigned long long *) (base + n_bad_at_);
-    set_sizes();
+CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) :
+    GpuLayer(layer, cuda_device(buft)), tables_(*layer.codec, layer.n_head) {
+    slopes_at_ = tables_.slopes_at();
+    allocate(tables_.n_bytes(), buft);
+    const std::vector<uint8_t> & bytes = tables_.place((const uint8_t *) memory_->data);
+    ggml_backend_tensor_set(memory_, bytes.data(), 0, bytes.size());
     suits_decode_ = cuda::suits_decode(args(width_v_), device());
     block_steps_  = cuda::block_steps(args(width_v_), device());
-    if (const size_t lacks = cuda::lacks_shared(tables_, device())) {
+    if (const size_t lacks = cuda::lacks_shared(args(width_v_), device())) {
+        const LayerCodec & codec = *layer.codec;
         fail({ SUBKV_ERROR_UNSUPPORTED, "layer " + std::to_string(codec.il),
                sentence(
                    "heads of %d elements (%d coefficients) need %zu bytes of shared memory beyond what %s has; keep "
                    "its cache on the CPU (-ngl 0, or offload_kqv off)",
-                   std::max(codec.d_k, codec.d_v), tables_.width_k, lacks, ggml_backend_buft_name(buft)) });
-    }
-}
-
-void CudaLayer::set_sizes() {
-    const LayerCodec & codec = *layer_.codec;
-    tables_.n_head_kv        = codec.n_head_kv;
-    tables_.n_group          = layer_.n_head / codec.n_head_kv;
-    tables_.d_k              = codec.d_k;
-    tables_.d_v              = codec.d_v;
-    tables_.latent           = codec.latent;
-    tables_.width_k          = width_k_;
-    for (int32_t h = 0; h < codec.n_head_kv; ++h) {
-        const HeadCodec &k = codec.k[(size_t) h], &v = codec.v[(size_t) h];
-        tables_.row_bytes_k = std::max(tables_.row_bytes_k, k.row_bytes);
-        tables_.row_bytes_v = std::max(tables_.row_bytes_v, v.row_bytes);
+                   std::max(codec.d_k, codec.d_v), width_k_, lacks, ggml_backend_buft_name(buft)) });
     }
 }
 
 uint64_t CudaLayer::n_bad_rows() const {
     uint64_t n = 0;
-    ggml_backend_tensor_get(memory_, &n, n_bad_at_, sizeof(n));
+    ggml_backend_tensor_get(memory_, &n, tables_.n_bad_at(), sizeof(n));
     return n;
 }
 
 void CudaLayer::add_bad_rows(uint64_t n) {
     n += n_bad_rows();
-    ggml_backend_tensor_set(memory_, &n, n_bad_at_, sizeof(n));
+    ggml_backend_tensor_set(memory_, &n, tables_.n_bad_at(), sizeof(n));
 }
 
 void CudaLayer::wait() const {
@@ -267,7 +130,8 @@ const char * CudaLayer::refusal(NodeKind kind, ggml_tensor * node) const {
 }
 
 cuda::Layer CudaLayer::args(int64_t width) const {
-    cuda::Layer l = tables_;
+    cuda::Layer l = tables_.layer();
+    l.n_group     = layer_.n_head / layer_.codec->n_head_kv;
     l.scale       = layer_.scale;
     l.softcap     = layer_.softcap;
     l.width_v     = (int32_t) width;
