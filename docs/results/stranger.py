@@ -90,6 +90,10 @@ parser.add_argument("--model", default="model.gguf")
 llm = llama_cpp.Llama(parser.parse_args().model, n_ctx=2048, verbose=False)
 print(llm("The capital of France is", max_tokens=8, temperature=0)["choices"][0]["text"])
 """
+FEWER_BITS = (
+    f'echo "{QUESTION.strip()}" | subkv chat -m model.gguf --kv-bits 3; SUBKV_BITS=3 subkv run python app.py; '
+    'subkv run llama-completion -m model.gguf -ctk subkv:3 -no-cnv -n 8 -p "The capital of France is" 2>&1'
+)
 NODE_APP = """\
 import {getLlama, LlamaChatSession} from "node-llama-cpp";
 const llama = await getLlama();
@@ -153,11 +157,17 @@ def steps() -> list[Step]:
             "coded|subkv, .* bits per element",
         ),
         run("convert", "subkv convert model.gguf", "model"),
+        run(
+            "import llama_cpp",
+            "python -c 'import llama_cpp; print(llama_cpp.llama_cpp._lib._name)'",
+            r"subkv/.*libllama",
+        ),
         run("check", of_page(readme, "subkv check"), "noise floor"),
         run("doctor", "subkv doctor", "llama"),
         run("build and tests", second, r"\d+ passed"),
         serve("llama-server", "llama-server -m model.gguf -c 32768 -np 4"),
         serve("at once", "-ctk subkv"),
+        run("fewer bits", FEWER_BITS, *("3.00 bits per element",) * 3),
         serve("serve", "subkv serve"),
         run("variables", of_page(readme, "subkv env -m") + "; python app.py", "Paris"),
         run(
