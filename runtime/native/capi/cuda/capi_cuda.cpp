@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <type_traits>
+#include <vector>
 
 using namespace subkv;
 
@@ -20,10 +22,9 @@ struct subkv_cuda_layer {
 
 namespace {
 
-constexpr int64_t ROW_BLOCK     = 128;   // query rows that share the unpacking of codes, about (engine/nodes.cpp)
-constexpr int64_t ALIGNMENT     = 64;    // of the parts of scratch, in bytes
-constexpr int64_t MOST_TOKENS   = 65535; // limit of a grid's y
-constexpr int32_t MOST_KV_HEADS = MAX_HEADS_KV;
+constexpr int64_t ROW_BLOCK   = 128;   // query rows that share the unpacking of codes, about (engine/nodes.cpp)
+constexpr int64_t ALIGNMENT   = 64;    // of the parts of scratch, in bytes
+constexpr int64_t MOST_TOKENS = 65535; // limit of a grid's y
 
 // Appends a side's heads. Throws Invalid.
 void add_heads(const subkv_cuda_head * heads, int32_t n, int32_t d, bool value, LayerCodec & to) {
@@ -81,8 +82,7 @@ cuda::Combine arguments(const char * function, const subkv_cuda_layer * of, cons
         q.n_kv > q.cells.n_cells || q.cells.n_cells % TILE != 0 || q.n_slots < 1 || q.n_group < 1 ||
         q.n_group > MAX_GROUP) {
         fail("%s: sizes: expected 1 to %d tokens, cells in whole tiles, a slot and 1 to %d query heads per KV head, "
-             "found "
-             "%lld, %lld of %lld, %d and %d",
+             "found %lld, %lld of %lld, %d and %d",
              function, (int) MOST_TOKENS, MAX_GROUP, (long long) (q.n_tps * q.cells.n_stream), (long long) q.n_kv,
              (long long) q.cells.n_cells, (int) q.n_slots, (int) q.n_group);
     }
@@ -90,10 +90,10 @@ cuda::Combine arguments(const char * function, const subkv_cuda_layer * of, cons
     cuda::Attend & a               = c.a;
     a.layer                        = layer_of(layer, q);
     const cuda::Layer & l          = a.layer;
-    const bool          is         = are_few(l, q, layer.device);
-    const int64_t       row_blocks = is ? q.n_tps : quotient_up(q.n_tps, std::max<int64_t>(1, ROW_BLOCK / q.n_group));
+    const bool          few        = are_few(l, q, layer.device);
+    const int64_t       row_blocks = few ? q.n_tps : quotient_up(q.n_tps, std::max<int64_t>(1, ROW_BLOCK / q.n_group));
     BlockSteps          steps      = cuda::block_steps(l, layer.device);
-    steps.waves                    = is ? steps.waves : 1;
+    steps.waves                    = few ? steps.waves : 1;
     a.q                            = q.q;
     a.q_head                       = l.d_k;
     a.q_token                      = (int64_t) l.n_head_kv * q.n_group * l.d_k;
@@ -168,10 +168,10 @@ subkv_cuda_layer * subkv_cuda_layer_new(int32_t n_head_kv, int32_t d_k, int32_t 
                                         const subkv_cuda_head * v, int32_t device) {
     return guarded<subkv_cuda_layer *>("subkv_cuda_layer_new", nullptr, [&] {
         const auto is_size = [](int32_t d) { return d >= BAND_STEP && d % BAND_STEP == 0 && d <= MAX_HEAD_SIZE; };
-        if (n_head_kv < 1 || n_head_kv > MOST_KV_HEADS || !is_size(d_k) || !is_size(d_v)) {
+        if (n_head_kv < 1 || n_head_kv > MAX_HEADS_KV || !is_size(d_k) || !is_size(d_v)) {
             fail("subkv_cuda_layer_new: expected 1 to %d KV heads, of multiples of %d to %d elements, found %d of %d "
                  "and %d",
-                 (int) MOST_KV_HEADS, (int) BAND_STEP, MAX_HEAD_SIZE, (int) n_head_kv, (int) d_k, (int) d_v);
+                 (int) MAX_HEADS_KV, (int) BAND_STEP, MAX_HEAD_SIZE, (int) n_head_kv, (int) d_k, (int) d_v);
         }
         LayerCodec codec;
         codec.n_head_kv = n_head_kv;
