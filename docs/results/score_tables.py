@@ -40,6 +40,10 @@ def frontier_gemma(lab: Any) -> Rows:
     return _frontier(lab, "3,4.25,5.4,6.5", "8192", "1", uncalibrated="4.25,6.5")
 
 
+def frontier_short_gemma(lab: Any) -> Rows:
+    return _frontier(lab, "4.25,5.4,6.5,7.25", "2048", "2")
+
+
 def _frontier(lab: Any, bits: str, n_ctx: str, chunks: str, picture: str = "", uncalibrated: str = "") -> Rows:
     bits, kinds = lab.pick((bits, "q8_0,q5_1,q5_0,q4_1,q4_0"), ("4.25", "q4_0"))
     size = ("--bpe-context", lab.pick(n_ctx, "8192"), *lab.pick(("-c", n_ctx, "--chunks", chunks), ("-c", "256")))

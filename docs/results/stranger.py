@@ -177,7 +177,7 @@ def steps() -> list[Step]:
         ),
         run(
             "plug-in",
-            "python cmake/build_wheels.py --plugin --archive -w wheels && ls -l wheels",
+            f"{packages} && python cmake/build_wheels.py --plugin --archive -w wheels && ls -l wheels",
             r"subkv-plugin-.*\.tar\.gz",
         ),
         Step(
