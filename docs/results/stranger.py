@@ -94,6 +94,7 @@ FEWER_BITS = (
     f'echo "{QUESTION.strip()}" | subkv chat -m model.gguf --kv-bits 3; SUBKV_BITS=3 subkv run python app.py; '
     'subkv run llama-completion -m model.gguf -ctk subkv:3 -no-cnv -n 8 -p "The capital of France is" 2>&1'
 )
+IMPORT = "python -c 'import llama_cpp; print(llama_cpp.llama_cpp._lib._name)'"
 NODE_APP = """\
 import {getLlama, LlamaChatSession} from "node-llama-cpp";
 const llama = await getLlama();
@@ -127,7 +128,7 @@ def steps() -> list[Step]:
     brought = (("compiler/model.gguf", "model.gguf"), ("compiler/subkv/wheels/subkv-plugin-*.tar.gz", ""))
     untar = "mkdir -p plugin; tar xf subkv-plugin-*.tar.gz -C plugin --strip-components 1; "
     venv, stocks = (f"python3 -m venv {name} && . {name}/bin/activate" for name in (".venv", "stock"))
-    plugged = "pip install --no-index --find-links subkv/wheels subkv-plugin"
+    plugged = "pip install --find-links subkv/wheels subkv-plugin"
 
     def run(name: str, command: str, *said: str, shown: str = "") -> Step:
         return Step(name, "compiler", f"cd subkv; . .venv/bin/activate; {command}", said, shown or command)
@@ -157,11 +158,7 @@ def steps() -> list[Step]:
             "coded|subkv, .* bits per element",
         ),
         run("convert", "subkv convert model.gguf", "model"),
-        run(
-            "import llama_cpp",
-            "python -c 'import llama_cpp; print(llama_cpp.llama_cpp._lib._name)'",
-            r"subkv/.*libllama",
-        ),
+        run("import llama_cpp", IMPORT, r"subkv/.*libllama"),
         run("check", of_page(readme, "subkv check"), "noise floor"),
         run("doctor", "subkv doctor", "llama"),
         run("build and tests", second, r"\d+ passed"),

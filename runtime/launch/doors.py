@@ -22,6 +22,7 @@ BACKEND_PATH = "GGML_BACKEND_PATH"
 DEVICE, DEVICES = "SUBKV", "LLAMA_ARG_DEVICE"  # the plug-in's device; the variable of --device
 OLLAMA_FLASH, OLLAMA_TYPE = "OLLAMA_FLASH_ATTENTION", "OLLAMA_KV_CACHE_TYPE"
 _LATER = f"; {DEVICES}: all layers on the CPU"
+IN_PYTHON = Path(__file__).resolve().parent / "in_python"  # for PYTHONPATH
 _GPUS = "cuda|hip|musa|vulkan|sycl|opencl|openvino|cann|metal|webgpu|hexagon|et"
 _MISFIT = """
 import ctypes, sys
@@ -102,7 +103,13 @@ def _later_door(libllama: Path, libraries: Path, path: Path, environment: Mappin
         )
     assert listed is not None
     why = f"brings {libllama}, whose ggml loads the plug-in{_LATER}{_beside_a_gpu(listed)}"
-    return Door(plugin_file(libraries), why, by_name=True)
+    return Door(plugin_file(libraries), why, by_name=True, variables=_python_variables(environment))
+
+
+def _python_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which llama-cpp-python loads the plug-in, also in a Python that the program starts."""
+    folders = (str(IN_PYTHON), environment.get("PYTHONPATH", ""))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def choose_door(
@@ -128,7 +135,8 @@ def choose_door(
         raise SubkvError("program", f"expected one that loads an unpatched llama.cpp, found {found}")
     if plugin and not other:  # as node and Python, which load a llama.cpp later
         why = "gets the plug-in, which the llama.cpp that it loads must be able to load"
-        return Door(plugin_file(libraries), f"{why}{_LATER}", by_name=True)
+        variables = _python_variables(environment)
+        return Door(plugin_file(libraries), f"{why}{_LATER}", by_name=True, variables=variables)
     if not (plugin or is_llama_cpp_program(program)) and programs.library_in(listed or "", "libllama") is None:
         bundled = bundled_libllama(path, arguments, environment)
         if bundled and bundled.parent.resolve() != libraries:

@@ -616,6 +616,30 @@ def test_versions_of_the_interface_of_backends(places: tuple[int, ...], said: st
     assert ("has another ggml_backend_buffer_type than the plug-in knows" in done.stderr) == (not said)
 
 
+APP = """
+import os, sys
+os.environ["LLAMA_CPP_LIB_PATH"] = sys.argv[2]  # as if it had libraries of its own
+import llama_cpp
+llm = llama_cpp.Llama(sys.argv[1], n_ctx=256, verbose=False, **eval(sys.argv[3]))
+llm.eval([10, 20, 30])
+"""
+
+
+@pytest.mark.skipif(bool(THEIRS), reason="an app on the llama_cpp of this environment")
+@each("options, said", [("{}", "coded K/V cache"), ("{'offload_kqv': False}", "ordinary f16 K/V cache")])
+def test_an_app_on_another_llama_cpp_python(options: str, said: str, tmp_path: Path, model: Path, bases: Path) -> None:
+    """`subkv run` loads the plug-in into a llama.cpp that does not do so itself; the user's sitecustomize runs, too."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; print('the next', file=sys.stderr)")
+    (tmp_path / "app.py").write_text(APP)
+    folders = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    subkv_run = [sys.executable, "-m", "runtime.cli", "run", "--plugin", "--bases", str(bases)]
+    command = [*subkv_run, sys.executable, tmp_path / "app.py", model, STOCK, options]
+    environment = {**os.environ, "PYTHONPATH": folders}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert f"subkv: {said}" in done.stderr
+    assert done.stderr.count("the next") == 2  # of `subkv run` itself, and of the app
+
+
 @pytest.mark.skipif(bool(THEIRS), reason="our libraries with the llama_cpp of another version")
 def test_the_patched_library_refuses_it(
     tmp_path: Path, model: Path, bases: Path, monkeypatch: pytest.MonkeyPatch
