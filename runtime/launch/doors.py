@@ -103,13 +103,14 @@ def _later_door(libllama: Path, libraries: Path, path: Path, environment: Mappin
         )
     assert listed is not None
     why = f"brings {libllama}, whose ggml loads the plug-in{_LATER}{_beside_a_gpu(listed)}"
-    return Door(plugin_file(libraries), why, by_name=True, variables=_python_variables(environment))
+    return Door(plugin_file(libraries), why, by_name=True, variables=python_variables(environment))
 
 
-def _python_variables(environment: Mapping[str, str]) -> dict[str, str]:
+def python_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables with which llama-cpp-python loads the plug-in, also in a Python that the program starts."""
-    folders = (str(IN_PYTHON), environment.get("PYTHONPATH", ""))
-    return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    own = environment.get("PYTHONPATH")
+    folders = [folder for folder in own.split(os.pathsep) if folder != str(IN_PYTHON)] if own else []
+    return {"PYTHONPATH": os.pathsep.join([str(IN_PYTHON), *folders])}
 
 
 def choose_door(
@@ -135,7 +136,7 @@ def choose_door(
         raise SubkvError("program", f"expected one that loads an unpatched llama.cpp, found {found}")
     if plugin and not other:  # as node and Python, which load a llama.cpp later
         why = "gets the plug-in, which the llama.cpp that it loads must be able to load"
-        variables = _python_variables(environment)
+        variables = python_variables(environment)
         return Door(plugin_file(libraries), f"{why}{_LATER}", by_name=True, variables=variables)
     if not (plugin or is_llama_cpp_program(program)) and programs.library_in(listed or "", "libllama") is None:
         bundled = bundled_libllama(path, arguments, environment)

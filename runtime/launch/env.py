@@ -13,7 +13,7 @@ import click
 from runtime import options
 from runtime.launch.arguments import split_devices
 from runtime.launch.bundled import other_package, pinned
-from runtime.launch.doors import DEVICES, Door, device_variables, plugin_file, plugin_variables
+from runtime.launch.doors import DEVICES, Door, device_variables, plugin_file, plugin_variables, python_variables
 from runtime.launch.variables import (
     ANY_MODEL,
     cache_variables,
@@ -103,6 +103,8 @@ def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> N
     if plugin:
         file, devices = plugin_file(libraries), os.environ.get(DEVICES)
         variables = plugin_variables(file, os.environ) | variables
+        if not service:
+            variables |= python_variables(os.environ)
         notes = [line.replace("-ctk f16 uses none", "SUBKV=off: f16") for line in notes]
         variables |= device_variables(Door(file, "", by_name=True), split_devices(devices) if devices else ())
     elif service or (other := _other_python(os.environ | path)) is None:

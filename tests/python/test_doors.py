@@ -408,6 +408,10 @@ def test_env_of_the_plugin(tiny_model: object, monkeypatch: pytest.MonkeyPatch) 
     assert variables[doors.BACKEND_PATH] == str(OURS / doors.PLUGIN)
     assert variables[doors.DEVICES] == doors.DEVICE
     assert variables["SUBKV"] == "auto" and "LD_LIBRARY_PATH" not in variables
+    assert variables["PYTHONPATH"].split(os.pathsep)[0] == str(doors.IN_PYTHON)
+    assert doors.python_variables(variables) == {"PYTHONPATH": variables["PYTHONPATH"]}  # once
+    container = CliRunner().invoke(cli.main, ["env", "--plugin", "--format", "docker"], prog_name="subkv")
+    assert "PYTHONPATH" not in container.stdout
     assert "; SUBKV=off: f16; " in said.stderr and "-ctk f16" not in said.stderr
     ours = start.find_program("llama-server", {**os.environ, **variables}).environment
     assert not {doors.BACKEND_PATH, doors.DEVICES} & ours.keys()

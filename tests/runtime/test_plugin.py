@@ -626,18 +626,26 @@ llm.eval([10, 20, 30])
 
 
 @pytest.mark.skipif(bool(THEIRS), reason="an app on the llama_cpp of this environment")
+@each("how", ["run", "env"])
 @each("options, said", [("{}", "coded K/V cache"), ("{'offload_kqv': False}", "ordinary f16 K/V cache")])
-def test_an_app_on_another_llama_cpp_python(options: str, said: str, tmp_path: Path, model: Path, bases: Path) -> None:
-    """`subkv run` loads the plug-in into a llama.cpp that does not do so itself; the user's sitecustomize runs, too."""
+def test_an_app_on_another_llama_cpp_python(
+    options: str, said: str, how: str, tmp_path: Path, model: Path, bases: Path
+) -> None:
+    """The plug-in is loaded into a llama.cpp that does not do so itself; the user's sitecustomize runs, too."""
     (tmp_path / "sitecustomize.py").write_text("import sys; print('the next', file=sys.stderr)")
     (tmp_path / "app.py").write_text(APP)
     folders = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    subkv_run = [sys.executable, "-m", "runtime.cli", "run", "--plugin", "--bases", str(bases)]
-    command = [*subkv_run, sys.executable, tmp_path / "app.py", model, STOCK, options]
     environment = {**os.environ, "PYTHONPATH": folders}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    subkv = [sys.executable, "-m", "runtime.cli", how, "--plugin", "--bases", str(bases)]
+    app = [sys.executable, tmp_path / "app.py", model, STOCK, options]
+    if how == "env":
+        found = subprocess.run(
+            [*subkv, "--format", "json"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True
+        )
+        environment, subkv = environment | json.loads(found.stdout), []
+    done = subprocess.run([*subkv, *app], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert f"subkv: {said}" in done.stderr
-    assert done.stderr.count("the next") == 2  # of `subkv run` itself, and of the app
+    assert done.stderr.count("the next") == 1 + len(subkv[:1])  # of the app, and of `subkv run` itself
 
 
 @pytest.mark.skipif(bool(THEIRS), reason="our libraries with the llama_cpp of another version")
