@@ -109,7 +109,8 @@ def _later_door(libllama: Path, libraries: Path, path: Path, environment: Mappin
 def python_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables with which llama-cpp-python loads the plug-in, also in a Python that the program starts."""
     own = environment.get("PYTHONPATH")
-    folders = [folder for folder in own.split(os.pathsep) if folder != str(IN_PYTHON)] if own else []
+    of_ours = os.path.join("launch", IN_PYTHON.name)  # of any installation
+    folders = [folder for folder in own.split(os.pathsep) if not folder.endswith(of_ours)] if own else []
     return {"PYTHONPATH": os.pathsep.join([str(IN_PYTHON), *folders])}
 
 

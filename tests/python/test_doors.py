@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -399,6 +405,64 @@ def test_ollama_starts_a_llama_server_of_its_own(tmp_path: Path, tiny_model: obj
     server.unlink()
     with pytest.raises(SubkvError, match="expected llama-server in .*/lib/ollama, as newer versions .* found none"):
         start.find_program(str(program), dict(os.environ))
+
+
+def test_two_installations_load_the_plugin_once(tmp_path: Path) -> None:
+    """Into an unpatched llama.cpp; ours needs none, and says nothing."""
+    other = Path(shutil.copytree(doors.IN_PYTHON, tmp_path / "launch" / "in_python"))
+    variables = doors.plugin_variables(OURS / doors.PLUGIN, {})
+    variables["LLAMA_CPP_LIB_PATH"] = str(OURS)
+    variables["PYTHONPATH"] = os.pathsep.join([str(doors.IN_PYTHON), str(other), os.environ.get("PYTHONPATH", "")])
+    names = "[getattr(finder, '__name__', '') for finder in sys.meta_path]"
+    show = [sys.executable, "-c", f"import sys, llama_cpp; print({names}.count('PluginFinder'))"]
+    done = subprocess.run(show, env={**os.environ, **variables}, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n" and "plug-in" not in done.stderr
+    kept = doors.python_variables(variables)["PYTHONPATH"].split(os.pathsep)
+    assert str(other) not in kept and kept.count(str(doors.IN_PYTHON)) == 1
+
+
+def test_models_of_python_beside_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The GPU keeps its layers, and the plug-in's device gets those of a model that has none on a GPU."""
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "_subkv_plugin", True, raising=False)
+    hook = runpy.run_path(str(doors.IN_PYTHON / "sitecustomize.py"))
+
+    class Params(ctypes.Structure):
+        _fields_ = [("devices", ctypes.c_void_p), ("n_gpu_layers", ctypes.c_int), ("flash_attn_type", ctypes.c_int)]
+
+    class Function:
+        def __init__(self, call: Callable[..., Any]) -> None:
+            self.call = call
+
+        def __call__(self, *arguments: Any) -> Any:
+            return self.call(*arguments)
+
+    def loaded(kinds: dict[int, int], n_gpu_layers: int) -> tuple[list[int], int]:
+        """Devices and layers of a model beside devices with these numbers and types, of which 7 is the plug-in's."""
+        ggml = {
+            "reg_count": lambda: 1,
+            "load": lambda path: 1,
+            "dev_by_name": lambda name: 7,
+            "dev_count": lambda: len(kinds),
+            "dev_get": lambda i: list(kinds)[i],
+            "dev_type": lambda device: kinds[device],
+        }
+        library = types.SimpleNamespace(**{f"ggml_backend_{name}": Function(call) for name, call in ggml.items()})
+        module = types.SimpleNamespace(_lib=library, llama_model_load_from_file=lambda path, params: params)
+        hook["_load_plugin"](module, "plugin")
+        given = Params(n_gpu_layers=n_gpu_layers)
+        found = module.llama_model_load_from_file(b"model", given)
+        assert given.n_gpu_layers == n_gpu_layers and not given.devices  # a copy is changed
+        listed = (ctypes.c_void_p * 4).from_address(found.devices) if found.devices else [None]
+        return list(itertools.takewhile(bool, listed)), found.n_gpu_layers
+
+    cpu, gpu, integrated = 0, 1, 2
+    assert loaded({1: cpu, 7: gpu}, 0) == ([7], hook["ALL_LAYERS"])
+    assert loaded({1: cpu, 7: gpu}, -1) == ([], -1) and "layers are on a GPU" not in capsys.readouterr().err
+    assert loaded({1: cpu, 7: gpu, 8: gpu, 9: integrated}, 20) == ([8], 20)
+    assert "n_gpu_layers=0 codes them, on the CPU" in capsys.readouterr().err
+    assert loaded({9: integrated, 7: gpu}, -1) == ([9], -1)
+    assert loaded({8: gpu, 7: gpu}, 0) == ([7], hook["ALL_LAYERS"])
 
 
 def test_env_of_the_plugin(tiny_model: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ namespace subkv {
 
 constexpr int64_t SPLIT_START = 1; // A block starts in about the time of a step.
 constexpr int64_t STEP_WAIT = 6; // Four blocks at once issue for 40% of the time (research/notes/kernels.md, "Splits").
-constexpr int64_t DECODE_WAVES = 8; // With more waves, the last one would matter less, but results take more memory.
+constexpr int64_t PROMPT_TOKENS = 32; // Without a kernel for few tokens, decoding the cells for fewer may not pay.
+constexpr int64_t DECODE_WAVES  = 8;  // With more waves, the last one would matter less, but results take more memory.
 
 // How the blocks of an attention kernel work.
 struct BlockSteps {

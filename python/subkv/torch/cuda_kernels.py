@@ -30,6 +30,8 @@ NAME = "cuda"  # subkv_device_kernel_name()
 TILE = 64  # cells
 PIECE = 512  # queries of a sequence in a call
 MOST_TOKENS = 65535  # queries of a call
+MOST_MASK = 1 << 26  # entries of a call's mask, repeated for the query heads of a KV head
+HALF_NAN = 0x7E00  # of rows that are not finite
 NO_POSITION = 1 << 30  # of a cell that no query reads exactly
 ALIGN = 64  # rows of a prompt, for torch's attention
 
@@ -179,7 +181,8 @@ def attend(q: Tensor, cells: Cells, mask: Tensor | None, params: Logits) -> Tens
     n = q.shape[2]
     out = q.new_empty(len(q), n, q.shape[1], cells.sink_v.shape[-1])
     with torch.cuda.device_of(q):
-        step = max(1, min(PIECE, MOST_TOKENS // len(q)))
+        of_query = len(q) * (q.shape[1] // cells.sink_k.shape[1]) * cells.n_cells
+        step = max(1, min(PIECE, MOST_TOKENS // len(q), MOST_MASK // of_query))
         for low in range(0, n, step):
             at = slice(low, min(low + step, n))
             out[:, at] = _attend(q[:, :, at], cells, None if mask is None else mask[:, at], params, n - at.stop)
@@ -191,7 +194,7 @@ class _Keys:
 
     mask: [batch, n, n_kv] half. positions: [batch, n_kv]. tokens: [batch, n, 3]. slots: [batch, n_slots, 3]. window:
     [batch, n_slots, width] half, keys of all heads first. fresh: [batch, n, width]. Positions count from the start of
-    a sequence; those of padding are -1.
+    a sequence; those of padding are -1, and those of cells without an exact row in the window are NO_POSITION.
     """
 
     def __init__(self, cells: Cells, mask: Tensor | None, n: int, stop: int) -> None:
@@ -239,9 +242,10 @@ class _Keys:
 
 
 def _halves(x: Tensor) -> Tensor:
-    """Rows [batch, heads, n, d] as [batch, n, heads * d] halves; NaN in a head's row that is not finite."""
+    """Rows [batch, heads, n, d] as [batch, n, heads * d] halves, all HALF_NAN in a head's row that is not finite."""
     finite = x.isfinite().all(-1, keepdim=True)
-    return torch.where(finite, x.float().clamp(-HALF_MAX, HALF_MAX), torch.nan).half().transpose(1, 2).flatten(2)
+    halves = x.float().clamp(-HALF_MAX, HALF_MAX).half().view(torch.int16)  # devices convert NaN differently
+    return halves.masked_fill(~finite, HALF_NAN).view(torch.half).transpose(1, 2).flatten(2)
 
 
 def _attend(q: Tensor, cells: Cells, mask: Tensor | None, params: Logits, n_after: int) -> Tensor:

@@ -3,7 +3,9 @@
 A ggml with a CPU backend inside reads GGML_BACKEND_PATH only for --device of llama.cpp's own programs, and
 `llama_cpp.Llama` by default leaves all layers on the CPU and flash attention off. So the plug-in is loaded when
 llama_cpp is imported, its device gets the layers of a model that is to have none on a device (n_gpu_layers=0), and
-flash attention that is off is automatic. Python imports only the first sitecustomize; this one runs the next.
+flash attention that is off is automatic. A model whose layers are to be on devices gets the GPUs, if there are any,
+and not the plug-in's device, to which llama.cpp would give a part of the layers. Python imports only the first
+sitecustomize; this one runs the next.
 """
 
 import os
@@ -18,35 +20,41 @@ if TYPE_CHECKING:
 
 MODULE = "llama_cpp.llama_cpp"
 PLUGIN, DEVICE = "libggml-subkv.so", b"SUBKV"
+PATCHED = "_Z20llama_subkv_store_onv"  # of our libllama, which needs no plug-in
 CONTEXTS = ("llama_init_from_model", "llama_new_context_with_model")
 LOADERS = ("llama_model_load_from_file", "llama_model_load_from_splits", "llama_load_model_from_file")
 ALL_LAYERS = 0x7FFFFFFF
 AUTO, OFF = -1, 0  # enum llama_flash_attn_type
+GPU, INTEGRATED = 1, 2  # enum ggml_backend_dev_type
+MARK = "_subkv_plugin"  # of sys: another installation's sitecustomize has run before
 
 
-def _with_layers(load: "Callable[..., Any]", devices: "Any") -> "Callable[..., Any]":
-    """A function of llama_cpp that loads a model, whose last argument has the parameters."""
-
-    def load_on_device(*arguments: "Any") -> "Any":
-        params = arguments[-1]
-        if getattr(params, "n_gpu_layers", None) == 0 and hasattr(params, "devices"):
-            import ctypes
-
-            params.n_gpu_layers, params.devices = ALL_LAYERS, ctypes.addressof(devices)
-        return load(*arguments)
-
-    return load_on_device
+def _say(why: str) -> None:
+    print(f"subkv: plug-in: ordinary K/V cache: {why}", file=sys.stderr)
 
 
-def _with_flash_attention(init: "Callable[..., Any]") -> "Callable[..., Any]":
-    """A function of llama_cpp that makes a context, whose last argument has the parameters."""
+def _changed(function: "Callable[..., Any]", change: "Callable[[Any], None]") -> "Callable[..., Any]":
+    """A function of llama_cpp whose last argument, a structure of parameters, is a changed copy of the caller's."""
 
-    def init_with_flash_attention(*arguments: "Any") -> "Any":
-        if getattr(arguments[-1], "flash_attn_type", None) == OFF:
-            arguments[-1].flash_attn_type = AUTO
-        return init(*arguments)
+    def call(*arguments: "Any") -> "Any":
+        params = type(arguments[-1]).from_buffer_copy(arguments[-1])
+        change(params)
+        return function(*arguments[:-1], params)
 
-    return init_with_flash_attention
+    return call
+
+
+def _devices(lib: "Any", device: int) -> "tuple[Any, Any]":
+    """Arrays for llama_model_params.devices: the plug-in's device, and the GPUs; None if there are none."""
+    import ctypes
+
+    others: dict[int, list[int]] = {}
+    for i in range(lib.ggml_backend_dev_count()):
+        other = lib.ggml_backend_dev_get(i)
+        if other != device:
+            others.setdefault(lib.ggml_backend_dev_type(other), []).append(other)
+    gpus = others.get(GPU) or others.get(INTEGRATED) or []  # as llama.cpp chooses
+    return (ctypes.c_void_p * 2)(device, None), (ctypes.c_void_p * (len(gpus) + 1))(*gpus, None) if gpus else None
 
 
 def _load_plugin(module: "ModuleType", path: str) -> None:
@@ -54,10 +62,18 @@ def _load_plugin(module: "ModuleType", path: str) -> None:
     import ctypes
 
     lib = module._lib
-    lib.ggml_backend_reg_count.restype = ctypes.c_size_t
-    for name in ("ggml_backend_load", "ggml_backend_dev_by_name"):
-        function = getattr(lib, name)
-        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_void_p
+    if hasattr(lib, PATCHED):
+        return
+    for name, argument, result in (
+        ("reg_count", None, ctypes.c_size_t),
+        ("load", ctypes.c_char_p, ctypes.c_void_p),
+        ("dev_by_name", ctypes.c_char_p, ctypes.c_void_p),
+        ("dev_count", None, ctypes.c_size_t),
+        ("dev_get", ctypes.c_size_t, ctypes.c_void_p),
+        ("dev_type", ctypes.c_void_p, ctypes.c_int),
+    ):
+        function = getattr(lib, f"ggml_backend_{name}")
+        function.argtypes, function.restype = [argument] if argument else [], result
     if not lib.ggml_backend_dev_by_name(DEVICE):
         if lib.ggml_backend_reg_count() == 0:  # all are loadable, and llama.cpp would load them, this one too
             lib.ggml_backend_load_all()
@@ -66,15 +82,29 @@ def _load_plugin(module: "ModuleType", path: str) -> None:
     device = lib.ggml_backend_dev_by_name(DEVICE)
     if not device:
         raise OSError(f"expected that this ggml loads {path}, found that it does not")
-    devices = (ctypes.c_void_p * 2)(device, None)
-    for names, wrap in ((LOADERS, lambda load: _with_layers(load, devices)), (CONTEXTS, _with_flash_attention)):
+    ours, gpus = _devices(lib, device)
+
+    def choose_device(params: "Any") -> None:
+        if params.devices:  # the program's choice
+            return
+        if params.n_gpu_layers == 0:
+            params.n_gpu_layers, params.devices = ALL_LAYERS, ctypes.addressof(ours)
+        elif gpus is not None:
+            params.devices = ctypes.addressof(gpus)
+            _say("layers are on a GPU; n_gpu_layers=0 codes them, on the CPU")
+
+    def allow_flash_attention(params: "Any") -> None:
+        if params.flash_attn_type == OFF:
+            params.flash_attn_type = AUTO
+
+    for names, change in ((LOADERS, choose_device), (CONTEXTS, allow_flash_attention)):
         for name in names:
             if hasattr(module, name):
-                setattr(module, name, wrap(getattr(module, name)))
+                setattr(module, name, _changed(getattr(module, name), change))
 
 
 class PluginFinder:
-    """Finds llama_cpp.llama_cpp, and loads the plug-in behind it."""
+    """Finds llama_cpp.llama_cpp by the other finders, and loads the plug-in when the module has run."""
 
     @staticmethod
     def find_spec(
@@ -83,8 +113,8 @@ class PluginFinder:
         plugin = os.environ.get("GGML_BACKEND_PATH", "")
         if name != MODULE or os.path.basename(plugin) != PLUGIN:
             return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not PluginFinder)
-        spec = next(filter(None, others), None)
+        finders = [finder for finder in sys.meta_path if finder is not PluginFinder and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
         run = getattr(spec and spec.loader, "exec_module", None)
         if spec is None or run is None:
             return spec
@@ -94,7 +124,7 @@ class PluginFinder:
             try:
                 _load_plugin(module, plugin)
             except (AttributeError, OSError) as error:
-                print(f"subkv: plug-in: ordinary K/V cache: {error}", file=sys.stderr)
+                _say(str(error))
 
         spec.loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
         return spec
@@ -113,5 +143,7 @@ def _run_next() -> None:
         spec.loader.exec_module(module)
 
 
-sys.meta_path.insert(0, PluginFinder)  # type: ignore[arg-type]
+if not hasattr(sys, MARK):
+    setattr(sys, MARK, True)
+    sys.meta_path.insert(0, PluginFinder)  # type: ignore[arg-type]
 _run_next()

@@ -79,7 +79,7 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     GpuLayer(layer, cuda_device(buft)), tables_(*layer.codec, layer.n_head) {
     slopes_at_ = tables_.slopes_at();
     allocate(tables_.n_bytes(), buft);
-    const std::vector<uint8_t> & bytes = tables_.place((const uint8_t *) memory_->data);
+    const std::vector<uint8_t> bytes = tables_.place((const uint8_t *) memory_->data);
     ggml_backend_tensor_set(memory_, bytes.data(), 0, bytes.size());
     suits_decode_ = cuda::suits_decode(args(width_v_), device());
     block_steps_  = cuda::block_steps(args(width_v_), device());

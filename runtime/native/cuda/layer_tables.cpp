@@ -30,6 +30,7 @@ LayerTables::LayerTables(const LayerCodec & codec, int32_t n_head) : k_{ codec.k
     add_plans(codec);
     gamma_at_  = blob_.add(codec.gamma);
     slopes_at_ = blob_.add(std::vector<float>((size_t) n_head, 1.0f));
+    n_bytes_   = blob_.size();
     set_sizes(codec);
 }
 
@@ -87,21 +88,19 @@ template <typename T> static void move(const T *& at, const uint8_t * base) {
     at = at ? (const T *) (base + (uintptr_t) at) : nullptr;
 }
 
-const std::vector<uint8_t> & LayerTables::place(const uint8_t * base) {
-    for (const Side * side : { &k_, &v_ }) {
-        std::vector<HeadCodec> heads = side->heads;
-        for (HeadCodec & head : heads) {
+std::vector<uint8_t> LayerTables::place(const uint8_t * base) {
+    for (Side * side : { &k_, &v_ }) {
+        for (HeadCodec & head : side->heads) {
             move(head.encode.halves, base);
             move(head.decode.halves, base);
             move(head.offset, base);
         }
-        blob_.put(side->at, heads.data(), heads.size() * sizeof(HeadCodec));
+        blob_.put(side->at, side->heads.data(), side->heads.size() * sizeof(HeadCodec));
     }
-    std::vector<uintptr_t> means = means_;
-    for (uintptr_t & mean : means) {
+    for (uintptr_t & mean : means_) {
         mean = mean ? (uintptr_t) base + mean : 0;
     }
-    blob_.put(means_at_, means.data(), means.size() * sizeof(uintptr_t));
+    blob_.put(means_at_, means_.data(), means_.size() * sizeof(uintptr_t));
 
     layer_.k        = (const HeadCodec *) (base + k_.at);
     layer_.v        = (const HeadCodec *) (base + v_.at);
@@ -112,7 +111,7 @@ const std::vector<uint8_t> & LayerTables::place(const uint8_t * base) {
     layer_.gamma    = (const float *) (base + gamma_at_);
     layer_.slope    = (const float *) (base + slopes_at_);
     layer_.n_bad    = (unsigned long long *) (base + n_bad_at_);
-    return blob_.bytes();
+    return blob_.take();
 }
 
 } // namespace subkv

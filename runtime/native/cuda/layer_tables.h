@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace subkv {
@@ -20,7 +21,9 @@ public:
 
     void put(size_t at, const void * data, size_t n);
 
-    const std::vector<uint8_t> & bytes() const { return bytes_; }
+    size_t size() const { return bytes_.size(); }
+
+    std::vector<uint8_t> take() { return std::move(bytes_); }
 
 private:
     std::vector<uint8_t> bytes_;
@@ -31,13 +34,13 @@ public:
     // n_head: slopes, one per query head.
     LayerTables(const LayerCodec & codec, int32_t n_head);
 
-    // The tables for a copy at `base`, a multiple of 32 bytes on the device.
-    const std::vector<uint8_t> & place(const uint8_t * base);
+    // Returns the tables for a copy at `base`, a multiple of 32 bytes on the device. Called once.
+    std::vector<uint8_t> place(const uint8_t * base);
 
-    // With the addresses of the latest place(), without n_group, scale and softcap.
+    // With addresses from place() on, without n_group, scale and softcap.
     const cuda::Layer & layer() const { return layer_; }
 
-    size_t n_bytes() const { return blob_.bytes().size(); }
+    size_t n_bytes() const { return n_bytes_; }
     size_t slopes_at() const { return slopes_at_; } // bytes
     size_t n_bad_at() const { return n_bad_at_; }
 
@@ -56,7 +59,7 @@ private:
     std::vector<uintptr_t>       means_; // offsets in the blob
     std::vector<cuda::HeadTiles> tiles_; // by head
     size_t                       means_at_ = 0, plans_at_ = 0, k_offset_at_ = 0, v_offset_at_ = 0, gamma_at_ = 0;
-    size_t                       slopes_at_ = 0, n_bad_at_ = 0;
+    size_t                       slopes_at_ = 0, n_bad_at_ = 0, n_bytes_ = 0;
     cuda::Layer                  layer_ = {};
 };
 

@@ -6,6 +6,7 @@
 // Zero times NaN is NaN: flash attention would spread a row that is not finite to tokens that do not see it. It reads
 // zeros instead, and a last node makes NaN of the output of the tokens that see such a row.
 #include "nodes.h"
+#include "subkv/splits.h"
 
 #include <algorithm>
 
@@ -13,11 +14,10 @@ namespace subkv {
 
 namespace {
 
-constexpr int64_t PROMPT_TOKENS = 32;        // of a sequence; for fewer tokens, decoding its cells may not pay
-constexpr int64_t MOST_SLOTS    = 2048;      // of the window, of all sequences that share cells
-constexpr int64_t MOST_GROUPS   = 65535;     // of a grid's dimension, which counts tokens, or rows after the cells
-constexpr int64_t MOST_BYTES    = 128 << 20; // of rows at a time, in a full context
-constexpr int64_t ROWS          = 256;       // llama.cpp pads cells to a multiple of this for flash attention
+constexpr int64_t MOST_SLOTS  = 2048;      // of the window, of all sequences that share cells
+constexpr int64_t MOST_GROUPS = 65535;     // of a grid's dimension, which counts tokens, or rows after the cells
+constexpr int64_t MOST_BYTES  = 128 << 20; // of rows at a time, in a full context
+constexpr int64_t ROWS        = 256;       // llama.cpp pads cells to a multiple of this for flash attention
 
 struct PromptShape {
     int64_t n_slots; // of a stream

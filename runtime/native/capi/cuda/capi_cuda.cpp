@@ -208,12 +208,12 @@ int64_t subkv_cuda_table_bytes(const subkv_cuda_layer * layer) {
 bool subkv_cuda_place_tables(subkv_cuda_layer * layer, const void * device, void * copy) {
     return guarded("subkv_cuda_place_tables", [&] {
         not_null(layer, "subkv_cuda_place_tables: layer");
-        if (!device || (uintptr_t) device % 32 != 0 || !copy) {
-            fail(
-                "subkv_cuda_place_tables: expected memory at a multiple of 32 bytes and room for its content, found %p",
-                device);
+        if (!device || (uintptr_t) device % 32 != 0 || !copy || layer->placed) {
+            fail("subkv_cuda_place_tables: expected memory at a multiple of 32 bytes and room for its content, once, "
+                 "found %p",
+                 device);
         }
-        const std::vector<uint8_t> & bytes = layer->tables->place((const uint8_t *) device);
+        const std::vector<uint8_t> bytes = layer->tables->place((const uint8_t *) device);
         std::memcpy(copy, bytes.data(), bytes.size());
         layer->placed = true;
     });
@@ -263,10 +263,10 @@ bool subkv_cuda_attend(const subkv_cuda_layer * layer, const subkv_cuda_queries 
 
 bool subkv_cuda_suits_prompt(const subkv_cuda_layer * of, const subkv_cuda_queries * q) {
     return guarded("subkv_cuda_suits_prompt", false, [&] {
-        const cuda::Combine c      = arguments("subkv_cuda_suits_prompt", of, q);
-        const int           device = of->device;
-        return !are_few(c.a.layer, *q, device) && !q->sinks && q->softcap == 0.0f &&
-               cuda::suits_prompt(c.a.layer, device);
+        const cuda::Layer l      = arguments("subkv_cuda_suits_prompt", of, q).a.layer;
+        const int         device = of->device;
+        const bool many = cuda::suits_decode(l, device) ? q->n_tps > cuda::DECODE_TOKENS : q->n_tps >= PROMPT_TOKENS;
+        return many && !q->sinks && q->softcap == 0.0f && cuda::suits_prompt(l, device);
     });
 }
 
