@@ -461,7 +461,7 @@ def _of_gemma(name: str, minutes: float, measure: Callable[[Any], Rows] | None =
 
 SECOND = (
     _of_gemma("frontier_float32", 16, scores.frontier_gemma),
-    _of_gemma("frontier_short", 9, scores.frontier_short_gemma),
+    replace(_of_gemma("frontier_short", 9, scores.frontier_short_gemma), group="short_gemma"),
     _of_gemma("other_texts", 18, scores.other_texts_gemma),
     _of_gemma("engine_kld", 6),
     _of_gemma("tasks", 15),
