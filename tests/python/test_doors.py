@@ -231,6 +231,7 @@ def test_python_of_another_version_brings_its_llama_cpp(tmp_path: Path, monkeypa
     found = start.find_program(sys.executable, dict(os.environ), arguments=["-c", code])
     assert has_plugin({**found.environment, doors.BACKEND_PATH: str(found.door.plugin)}) and found.door.by_name
     assert f"brings {libllama}" in found.door.why
+    assert found.door.variables["PYTHONPATH"].split(os.pathsep)[:2] == [str(doors.IN_PYTHON), str(package.parent)]
     (tmp_path / "json.py").write_text("raise SystemExit(1)")  # no module of the current folder is run
     monkeypatch.chdir(tmp_path)
     assert start.find_program(sys.executable, dict(os.environ)).door == found.door
