@@ -94,7 +94,7 @@ FEWER_BITS = (
     f'echo "{QUESTION.strip()}" | subkv chat -m model.gguf --kv-bits 3; SUBKV_BITS=3 subkv run python app.py; '
     'subkv run llama-completion -m model.gguf -ctk subkv:3 -no-cnv -n 8 -p "The capital of France is" 2>&1'
 )
-IMPORT = "python -c 'import llama_cpp; print(llama_cpp.llama_cpp._lib._name)'"
+IMPORT = """python -c 'import llama_cpp; print(llama_cpp.llama_cpp._lib._name.rpartition("packages/")[2])'"""
 NODE_APP = """\
 import {getLlama, LlamaChatSession} from "node-llama-cpp";
 const llama = await getLlama();

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import cuda_ops  # noqa: E402
+import layers  # noqa: E402
 import ops as o  # noqa: E402
 import test_subspace  # noqa: E402
-import tiles  # noqa: E402
 from test_subspace import IDS, TOKENS, rms  # noqa: E402
 
 from subkv import SubspaceCache  # noqa: E402
 from subkv.base.errors import CacheError  # noqa: E402
-from subkv.format.codec import row_bytes  # noqa: E402
 from subkv.format.window import Window  # noqa: E402
 from subkv.native import library  # noqa: E402
 from subkv.torch import cache as subspace  # noqa: E402
@@ -70,10 +69,11 @@ def encoding_in_torch(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         n_bad = torch_kernels.IN_TORCH.encode(codecs, x, ordinary, 0)
         for value, (codec, new, of_cells) in enumerate(zip(codecs, ordinary, rows, strict=True)):
+            side = side_of(codec, bool(value))
             for sequence, cells in zip(new, of_cells, strict=True):
-                all_rows = _rows_of_tiles(codec, bool(value), cells.cpu().numpy())
+                all_rows = side.to_rows(cells.cpu().numpy().reshape(-1, o.TILE * codec.row_bytes))
                 all_rows[first : first + len(sequence)] = sequence.cpu().numpy()
-                cells[:] = torch.from_numpy(_tiles_of_rows(codec, bool(value), all_rows)).view_as(cells)
+                cells[:] = torch.from_numpy(side.to_tiles(all_rows)).view_as(cells)
         return n_bad
 
     monkeypatch.setattr(cuda_kernels, "encode", encode)
@@ -151,30 +151,16 @@ def test_rows_are_those_of_torch(small: tuple[Any, Any], device: Any) -> None:
             of.update(x, x)
         for codec, name in ((k, "rows_k"), (v, "rows_v")):
             found, expected = (of._tensors[name].cpu().numpy() for of in (layer, other))
-            found = np.stack([_rows_of_tiles(codec, name == "rows_v", of_sequence) for of_sequence in found])
+            side = side_of(codec, name == "rows_v")
+            found = np.stack([side.to_rows(of.reshape(-1, o.TILE * codec.row_bytes)) for of in found])
             assert np.mean(found[:, :70] == expected[:, :70]) > 0.97  # rounding moves some coefficients, and then paths
         assert layer.n_zero_rows == 0
 
 
-def _heads(codec: Any) -> Iterator[tuple[Any, slice]]:
-    """Layouts of the heads and their bytes in a cell's row."""
-    first = 0
-    for bands in codec.bands:
-        layout = tuple((n, bits) for n, bits, _ in bands)
-        yield layout, slice(first, first := first + row_bytes(layout))
-
-
-def _rows_of_tiles(codec: Any, value: bool, cells: Any) -> Any:
-    """Rows [n, row_bytes] of tiles in an array of that shape."""
-    of_tile = cells.reshape(-1, o.TILE * codec.row_bytes)
-    places = ((layout, slice(o.TILE * at.start, o.TILE * at.stop)) for layout, at in _heads(codec))
-    return np.concatenate([tiles.to_rows(layout, value, of_tile[:, at]) for layout, at in places], axis=1)
-
-
-def _tiles_of_rows(codec: Any, value: bool, rows: Any) -> Any:
-    """Tiles [n_tiles, 64 * row_bytes] of rows [n, row_bytes]."""
-    heads = [tiles.of_rows(layout, value, np.ascontiguousarray(rows[:, at])) for layout, at in _heads(codec)]
-    return np.concatenate(heads, axis=1)
+def side_of(codec: Any, value: bool) -> layers.Side:
+    """Converts between rows and tiles; with other bases than the codec's."""
+    bands = [tuple((n, bits) for n, bits, _ in of_head) for of_head in codec.bands]
+    return layers.Side.make(bands, codec.d, 0, value=value)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
@@ -236,13 +222,13 @@ def test_sequences_selected_and_more_cells(small: tuple[Any, Any], device: Any, 
 @pytest.mark.parametrize("n", [2, 20])  # few queries, and a prompt
 def test_a_row_that_is_not_finite(small: tuple[Any, Any], device: Any, n: int) -> None:
     """Queries that see the cell give NaN, in the window and beyond it; others do not change."""
-    layers = [SubspaceCache(small[1], kernel="cuda")._coded[0] for _ in range(2)]
-    codec = layers[0].codecs[0]
+    both = [SubspaceCache(small[1], kernel="cuda")._coded[0] for _ in range(2)]
+    codec = both[0].codecs[0]
     rng = torch.Generator().manual_seed(3)
     k = torch.randn(2, len(codec.bands), 20 + n, codec.d, generator=rng).to(device)
     q = torch.randn(2, 2 * len(codec.bands), 20 + n, codec.d, generator=rng).to(device)
     outputs = []
-    for layer, bad in zip(layers, (False, True), strict=True):
+    for layer, bad in zip(both, (False, True), strict=True):
         x = k.clone()
         if bad:
             x[0, 0, 5, 3] = torch.nan  # a coded cell of the first sequence
@@ -257,7 +243,7 @@ def test_a_row_that_is_not_finite(small: tuple[Any, Any], device: Any, n: int) -
     assert lost[0, :, first_head].isnan().all()
     assert lost[1, -1, first_head].isnan().any()
     assert torch.equal(lost[1, :-1], good[1, :-1])
-    assert layers[1].n_zero_rows == 4  # as key and as value
+    assert both[1].n_zero_rows == 4  # as key and as value
 
 
 def test_choice(llama: tuple[Any, SubspaceCache], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,11 @@ constexpr int64_t quotient_up(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
+// Returns the tokens of a block of the kernels for many tokens: about 128 query rows share the unpacking of codes.
+constexpr int64_t tokens_of_block(int64_t n_group) {
+    return n_group < 128 ? 128 / n_group : 1;
+}
+
 // Returns the estimated time of attention with splits of `cells` cells. Each split has n_blocks blocks.
 inline int64_t time_of_splits(const BlockSteps & of, int64_t n_kv, int64_t n_blocks, int64_t cells) {
     const int64_t all = quotient_up(n_kv, cells) * n_blocks, at_once = of.n_processors * of.resident;

@@ -118,7 +118,8 @@ class Visibility:
         self._start = cells.start[:, None, None]
         self._window = self._start + cells.sink_k.shape[2]  # earlier cells are sinks or padding
 
-    def _allowed(self, at: slice, low: int, high: int) -> Tensor:
+    def allowed(self, at: slice, low: int, high: int) -> Tensor:
+        """Cells among those from low to high that the mask allows, or that are not after the query."""
         if self._mask is not None:
             return self._mask[:, at, low:high]
         return torch.arange(low, high, device=self._device)[None, None] <= self._position[at][None]
@@ -141,7 +142,7 @@ class Visibility:
         j = torch.arange(low, high, device=self._device)
         has_no_row = j < self._cells.first_recent
         is_coded = ((j <= self._position[at] - self._cells.n_recent) | has_no_row) & (j >= self._window)
-        return self._allowed(at, low, high) & is_coded
+        return self.allowed(at, low, high) & is_coded
 
     def recent(self, at: slice) -> tuple[slice, Tensor]:
         """A slice of the exact recent cells that contains all visible ones, and which of its cells each query sees."""
@@ -149,7 +150,7 @@ class Visibility:
         low, high = max(first, self.first + at.start - self._cells.n_recent + 1), self.first + at.stop
         j = torch.arange(low, high, device=self._device)
         is_recent = (j > self._position[at] - self._cells.n_recent) & (j >= self._window)
-        return slice(low - first, high - first), self._allowed(at, low, high) & is_recent
+        return slice(low - first, high - first), self.allowed(at, low, high) & is_recent
 
 
 def attend(q: Tensor, cells: Cells, mask: Tensor | None, params: Logits) -> Tensor:

@@ -22,7 +22,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from subkv.base.errors import CacheError
 from subkv.native import library
-from subkv.torch.attend import Cells, Logits
+from subkv.torch.attend import Cells, Logits, Visibility
 from subkv.torch.rows import Pair, RowCodec
 from subkv_triton.fields import HALF_MAX
 
@@ -180,40 +180,39 @@ def attend(q: Tensor, cells: Cells, mask: Tensor | None, params: Logits) -> Tens
     """Kernels.attend."""
     n = q.shape[2]
     out = q.new_empty(len(q), n, q.shape[1], cells.sink_v.shape[-1])
+    visibility = Visibility(cells, mask, n)
     with torch.cuda.device_of(q):
         of_query = len(q) * (q.shape[1] // cells.sink_k.shape[1]) * cells.n_cells
         step = max(1, min(PIECE, MOST_TOKENS // len(q), MOST_MASK // of_query))
         for low in range(0, n, step):
             at = slice(low, min(low + step, n))
-            out[:, at] = _attend(q[:, :, at], cells, None if mask is None else mask[:, at], params, n - at.stop)
+            out[:, at] = _attend(q[:, :, at], cells, _Keys(cells, visibility, at), params)
     return out
 
 
 class _Keys:
-    """The keys of a piece of queries, whose last one is that of cell `stop` - 1: cells, window slots and own rows.
+    """The keys of a piece `at` of the queries: cells, window slots and own rows.
 
     mask: [batch, n, n_kv] half. positions: [batch, n_kv]. tokens: [batch, n, 3]. slots: [batch, n_slots, 3]. window:
     [batch, n_slots, width] half, keys of all heads first. fresh: [batch, n, width]. Positions count from the start of
     a sequence; those of padding are -1, and those of cells without an exact row in the window are NO_POSITION.
     """
 
-    def __init__(self, cells: Cells, mask: Tensor | None, n: int, stop: int) -> None:
-        first, batch, device = stop - n, len(cells.rows_k), cells.start.device
+    def __init__(self, cells: Cells, visibility: Visibility, at: slice) -> None:
+        first, stop = visibility.first + at.start, visibility.first + at.stop
+        n, batch, device = stop - first, len(cells.rows_k), cells.start.device
         self.n_kv = -(-stop // TILE) * TILE
         start, n_sink = cells.start[:, None], cells.sink_k.shape[2]
         j = torch.arange(self.n_kv, device=device)
         own = j[first:stop]
-        visible = (j <= own[:, None])[None].expand(batch, -1, -1)
-        if mask is not None:
-            visible = visible & pad(mask[:, :, :stop], (0, self.n_kv - stop))
+        visible = pad(visibility.allowed(at, 0, stop), (0, self.n_kv - stop)).expand(batch, -1, -1)
         self.mask = torch.zeros(visible.shape, dtype=torch.half, device=device).masked_fill_(~visible, -torch.inf)
         position = (j - start).clamp(min=-1)
         # of the cells that have no exact row, all queries read the codes
         self.positions = torch.where((j < cells.first_recent) & (position >= n_sink), NO_POSITION, position).int()
 
         # Older rows of the window: sinks, then those that some query reads.
-        low = max(cells.first_recent, first - cells.n_recent + 1)
-        low = min(low, first)
+        low = min(first, max(cells.first_recent, first - cells.n_recent + 1))
         held = torch.cat([start + torch.arange(n_sink, device=device), j[low:first].expand(batch, -1)], 1)
         of_held = held - start
         is_sink = torch.arange(held.shape[1], device=device) < n_sink
@@ -248,11 +247,10 @@ def _halves(x: Tensor) -> Tensor:
     return halves.masked_fill(~finite, HALF_NAN).view(torch.half).transpose(1, 2).flatten(2)
 
 
-def _attend(q: Tensor, cells: Cells, mask: Tensor | None, params: Logits, n_after: int) -> Tensor:
-    """Attention of a piece of the queries, [batch, n, n_head, d_v], before the last n_after ones."""
+def _attend(q: Tensor, cells: Cells, keys: _Keys, params: Logits) -> Tensor:
+    """Attention of a piece of the queries, [batch, n, n_head, d_v]."""
     layer = _layer(cells.codec_k, cells.codec_v)
     batch, n_head, n, _ = q.shape
-    keys = _Keys(cells, mask, n, cells.n_cells - n_after)
     x = q.transpose(1, 2).float().contiguous()
     sinks = None if params.sinks is None else params.sinks.float().contiguous()
     places = (x, *keys.tensors())

@@ -51,8 +51,7 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
     for (const auto & head : layer.codec->v) {
         s.width = std::max<int64_t>(s.width, head.rank);
     }
-    // About 128 query rows per block share the unpacking of codes.
-    s.block               = listed ? 1 : std::min(s.n_tps, std::max<int64_t>(1, 128 / s.n_group));
+    s.block               = listed ? 1 : std::min(s.n_tps, tokens_of_block(s.n_group));
     s.n_blocks            = (s.n_tps + s.block - 1) / s.block * s.n_stream;
     const int64_t n_head  = s.n_head_kv * s.n_group;
     const int64_t scratch = layer.device ? layer.device->scratch(n_head * s.n_tokens, s.n_tps) : 0;

@@ -7,22 +7,42 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <type_traits>
 #include <vector>
 
 using namespace subkv;
 
-// Matrices and means are the caller's until the tables have them.
+// What the device makes of a layer with n_group query heads per KV head.
+struct OfGroup {
+    int32_t    n_group = 0;
+    bool       decodes = false, makes_rows = false;
+    BlockSteps steps = {};
+};
+
 struct subkv_cuda_layer {
     std::unique_ptr<LayerTables> tables;
     int64_t                      k_row_bytes, v_row_bytes; // of a cell, all heads
     int                          device;
     bool                         placed = false;
+
+    // Asks the device once, and not for every token.
+    OfGroup of_group(const cuda::Layer & l) const {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (known_.n_group != l.n_group) {
+            known_ = { l.n_group, cuda::suits_decode(l, device), cuda::suits_prompt(l, device),
+                       cuda::block_steps(l, device) };
+        }
+        return known_;
+    }
+
+private:
+    mutable std::mutex mutex_;
+    mutable OfGroup    known_;
 };
 
 namespace {
 
-constexpr int64_t ROW_BLOCK   = 128;   // query rows that share the unpacking of codes, about (engine/nodes.cpp)
 constexpr int64_t ALIGNMENT   = 64;    // of the parts of scratch, in bytes
 constexpr int64_t MOST_TOKENS = 65535; // limit of a grid's y
 
@@ -70,10 +90,6 @@ cuda::Layer layer_of(const subkv_cuda_layer & layer, const subkv_cuda_queries & 
     return l;
 }
 
-bool are_few(const cuda::Layer & l, const subkv_cuda_queries & q, int device) {
-    return q.n_tps <= cuda::DECODE_TOKENS && cuda::suits_decode(l, device);
-}
-
 // The kernels' arguments, without results and scratch. Throws Invalid.
 cuda::Combine arguments(const char * function, const subkv_cuda_layer * of, const subkv_cuda_queries * queries) {
     const subkv_cuda_layer &   layer = placed(of, function);
@@ -90,9 +106,10 @@ cuda::Combine arguments(const char * function, const subkv_cuda_layer * of, cons
     cuda::Attend & a               = c.a;
     a.layer                        = layer_of(layer, q);
     const cuda::Layer & l          = a.layer;
-    const bool          few        = are_few(l, q, layer.device);
-    const int64_t       row_blocks = few ? q.n_tps : quotient_up(q.n_tps, std::max<int64_t>(1, ROW_BLOCK / q.n_group));
-    BlockSteps          steps      = cuda::block_steps(l, layer.device);
+    const OfGroup       of_group   = layer.of_group(l);
+    const bool          few        = of_group.decodes && q.n_tps <= cuda::DECODE_TOKENS;
+    const int64_t       row_blocks = few ? q.n_tps : quotient_up(q.n_tps, tokens_of_block(q.n_group));
+    BlockSteps          steps      = of_group.steps;
     steps.waves                    = few ? steps.waves : 1;
     a.q                            = q.q;
     a.q_head                       = l.d_k;
@@ -263,10 +280,9 @@ bool subkv_cuda_attend(const subkv_cuda_layer * layer, const subkv_cuda_queries 
 
 bool subkv_cuda_suits_prompt(const subkv_cuda_layer * of, const subkv_cuda_queries * q) {
     return guarded("subkv_cuda_suits_prompt", false, [&] {
-        const cuda::Layer l      = arguments("subkv_cuda_suits_prompt", of, q).a.layer;
-        const int         device = of->device;
-        const bool many = cuda::suits_decode(l, device) ? q->n_tps > cuda::DECODE_TOKENS : q->n_tps >= PROMPT_TOKENS;
-        return many && !q->sinks && q->softcap == 0.0f && cuda::suits_prompt(l, device);
+        const OfGroup of_group = of->of_group(arguments("subkv_cuda_suits_prompt", of, q).a.layer);
+        const bool    many     = of_group.decodes ? q->n_tps > cuda::DECODE_TOKENS : q->n_tps >= PROMPT_TOKENS;
+        return many && !q->sinks && q->softcap == 0.0f && of_group.makes_rows;
     });
 }
 
