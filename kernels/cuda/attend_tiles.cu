@@ -92,12 +92,12 @@ struct Rows {
     int64_t all;   // rows of a KV head
     int64_t group;
 
-    __device__ explicit Rows(const Tiles & t) : h((int) blockIdx.x), stream(blockIdx.z), group(t.a.layer.n_group) {
+    __device__ explicit Rows(const Tiles & t) : h((int) blockIdx.y), stream(blockIdx.z), group(t.a.layer.n_group) {
         const int64_t n_rows  = t.a.n_tps * group; // rows of a stream
         const int64_t n_block = (n_rows + t.rows - 1) / t.rows;
-        const int64_t r0      = blockIdx.y % n_block * t.rows; // first row of this block in its stream
+        const int64_t r0      = blockIdx.x % n_block * t.rows; // first row of this block in its stream
 
-        part  = blockIdx.y / n_block;
+        part  = blockIdx.x / n_block;
         n     = (int) least(t.rows, n_rows - r0);
         first = stream * n_rows + r0;
         all   = t.a.n_stream * n_rows;
@@ -207,6 +207,7 @@ __device__ void move_rows(const Tiles & t, const Shared & s, const Rows & rows, 
 
 // Fills the values of a tile, and returns their bound.
 __device__ float load_values(const Tiles & t, const Shared & s, const Rows & rows, int64_t c0, int n) {
+    __syncthreads(); // All warps have read the scales of keys.
     const Attend &    a       = t.a;
     const HeadCodec & v       = a.layer.v[rows.h];
     const int         in_tile = (int) (c0 % TILE);
@@ -341,9 +342,8 @@ const char * attend_tiles(const Attend & args, void * stream) {
         t.cells /= 2;
     }
     const auto n_block = (unsigned) ((n_rows + t.rows - 1) / t.rows);
-    return launch(tiles_kernel,
-                  dim3((unsigned) args.layer.n_head_kv, (unsigned) args.n_split * n_block, (unsigned) args.n_stream),
-                  bytes(), stream, t);
+    const dim3 grid((unsigned) args.n_split * n_block, (unsigned) args.layer.n_head_kv, (unsigned) args.n_stream);
+    return launch(tiles_kernel, grid, bytes(), stream, t);
 }
 
 } // namespace subkv::cuda

@@ -327,6 +327,7 @@ __device__ void choose_path_scales(EncodeShared & s, const HeadCodec & codec, in
             best             = of_i < least ? i : best;
             least            = of_i < least ? of_i : least;
         }
+        __syncwarp(); // All lanes of a row have read its scale.
         if (me < n_of && me == first && best >= 0) {
             s.scale[me / TRELLIS_TRIED] += best - TRELLIS_BELOW;
         }
@@ -366,7 +367,7 @@ __device__ void walk_back(const EncodeShared & s, int n, int mine, const float (
 #pragma unroll
         for (int i = 0; i < STEPS / STATES; ++i) {
             at[i]     = s.order[t0 + i * STATES + me % STATES];
-            levels[i] = codes[at[i]]; // A code is read only by the lane that replaces it.
+            levels[i] = me / STATES < n ? codes[at[i]] : 0; // A code is read only by the lane that replaces it.
         }
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
@@ -623,6 +624,7 @@ __device__ void first_scale(const EncodeJob & job, const EncodeShared & s, int r
     const bool x_finite = (s.flags[r] & X_FINITE) != 0;
     finite              = x_finite && __ballot_sync(ALL, finite) == ALL;
     const bool live     = finite && __ballot_sync(ALL, zero) != ALL;
+    __syncwarp(); // All lanes have read the coefficients and the flags.
     for (int j = lane; !live && j < codec.rank; j += WARP) {
         c[j] = 0.0f; // The search runs on zeros, and its codes are not used.
     }
@@ -632,7 +634,6 @@ __device__ void first_scale(const EncodeJob & job, const EncodeShared & s, int r
     while (k0 < SCALE_MOST && row_scale((uint32_t) k0) < reach) {
         ++k0;
     }
-    __syncwarp(); // All lanes have read the flags.
     if (lane == 0) {
         s.scale[r] = live && job.quantized ? k0 : SCALE_ONE;
         s.flags[r] = (x_finite ? X_FINITE : 0) | (finite ? FINITE : 0) | (live ? LIVE : 0);

@@ -6,7 +6,7 @@ namespace subkv::cuda {
 namespace {
 
 template <bool ALONE> __global__ void __launch_bounds__(THREADS) exact_kernel(Combine b) {
-    attend_exact<ALONE>(b, (int) blockIdx.y, blockIdx.x, (int) blockIdx.z);
+    attend_exact<ALONE>(b, (int) blockIdx.y, blockIdx.z, (int) blockIdx.x);
 }
 
 } // namespace
@@ -14,7 +14,7 @@ template <bool ALONE> __global__ void __launch_bounds__(THREADS) exact_kernel(Co
 const char * attend_exact_keys(const Combine & b, void * stream) {
     const Layer &    l = b.a.layer;
     const ExactParts parts(b);
-    const dim3       grid((unsigned) (b.a.n_stream * b.a.n_tps), (unsigned) l.n_head_kv, (unsigned) parts.n_blocks(l));
+    const dim3       grid((unsigned) parts.n_blocks(l), (unsigned) l.n_head_kv, (unsigned) (b.a.n_stream * b.a.n_tps));
     const auto       kernel = b.a.n_tps == 1 ? exact_kernel<true> : exact_kernel<false>;
     return parts.n == 0 ? nullptr : launch(kernel, grid, ExactShared(nullptr, l).bytes, stream, b);
 }

@@ -76,8 +76,9 @@ struct ExactKeys {
     // Returns the cell of key i, or -1 if the token does not attend to it exactly.
     __device__ int32_t cell(int i) const {
         static_assert(sizeof(SlotRow) == sizeof(TokenRow) && offsetof(SlotRow, cell) == offsetof(TokenRow, cell));
-        const int    held = query.first_slot + i, own = first_token + i - b.slots_of_seq;
-        const void * key = i < b.slots_of_seq ? (const void *) (b.slots + held) : (const void *) (b.a.tokens + own);
+        const int    known = min(i, n - 1); // All keys are read at once, also those beyond the last one.
+        const int    held = query.first_slot + known, own = first_token + known - b.slots_of_seq;
+        const void * key = known < b.slots_of_seq ? (const void *) (b.slots + held) : (const void *) (b.a.tokens + own);
         const auto   of  = *(const TokenRow *) key;
         return i < n && of.pos >= 0 && is_exact(b.a, of.pos, query.pos) ? of.cell : -1;
     }

@@ -207,7 +207,9 @@ template <int F> __device__ void read_queries(const ProjectShared<F> & s, const 
     for (int i = (int) threadIdx.x; i < 4 * F * d; i += BLOCK) { // Missing query heads repeat the last one.
         s.q[i] = a.q[(h * G + min(i / d, G - 1)) * a.q_head + token * a.q_token + i % d];
     }
-    reinterpret_cast<uint32_t *>(s.keys)[word] = of;
+    if (word == (int) threadIdx.x) {
+        reinterpret_cast<uint32_t *>(s.keys)[word] = of;
+    }
 }
 
 // Stores the coefficients of a token's queries, and the queries' words. `row` is the number of the KV head and token.

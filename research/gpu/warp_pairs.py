@@ -22,7 +22,8 @@ import layers  # noqa: E402
 import numpy as np  # noqa: E402
 import ptx  # noqa: E402
 from cuda_calls import Call, Shape  # noqa: E402
-from test_ptx import PLANNED, Interpreted, compiled  # noqa: E402
+from interpreted import compiled, last_launch  # noqa: E402
+from test_ptx import PLANNED  # noqa: E402
 
 STEP = 4 * 128  # cells: a pair of tiles for each warp of a block
 
@@ -33,7 +34,7 @@ def counted(emulated: c.Library, module: str, n_kv: int) -> int:
     emulated.run("project_queries", call.args)
     emulated.run("attend_decode", call.args)
     expected = [read().copy() for read in (call.m, call.z, call.acc)]
-    job, shared = Interpreted(emulated, "").job()
+    job, shared = last_launch(emulated.lib)
     for at, width in ((call.args.m, 1), (call.args.z, 1), (call.args.acc, call.args.layer.width_v)):
         ct.memset(at, 0xFF, 4 * 4 * width)  # NaN
     kernel = ptx.Kernel(module, "decode_kernelILi1E")

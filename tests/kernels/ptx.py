@@ -1,8 +1,9 @@
 """Executes a PTX kernel from nvcc on a CPU and counts its instructions: attend_decode, exact, combine and encode.
 
 A warp's registers are arrays of 32 numbers. If lanes diverge, those at the earliest instruction run first. Global
-memory is the process's memory, and shared memory is an array; copies to it complete immediately. Tensor core products
-use the fragments of the PTX ISA (mma m8n8k16, m16n8k16 and m16n8k32 of bytes).
+memory is the process's memory. Shared memory finds races (shared_memory.py), and copies to it complete when their warp
+waits for them. Tensor core products use the fragments of the PTX ISA (mma m8n8k16, m16n8k16 and m16n8k32 of bytes),
+which does not define those of wmma.
 
 It also counts trips: reads of global memory that wait for each other. A warp issues in order and waits where it uses a
 number that has not arrived. The first read of a line of 128 bytes by a block is a trip; later ones arrive with it.
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from shared_memory import SOME_LANE, Bytes, Places, Race, SharedMemory
 
 LANES = 32
 LOCAL = 256  # bytes of a lane
@@ -73,6 +75,11 @@ def _divide(x: Array, y: Array) -> Array:
     return np.where((x < 0) == (y < 0), whole, -whole)
 
 
+def _reversed(x: Array) -> Array:
+    bits = x[:, None] >> np.arange(32, dtype=np.uint64) & np.uint64(1)
+    return (bits << np.arange(31, -1, -1).astype(np.uint64)).sum(axis=1)
+
+
 OPERATIONS: dict[str, Callable[..., Array]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -93,6 +100,9 @@ OPERATIONS: dict[str, Callable[..., Array]] = {
     "xor": np.bitwise_xor,
     "not": np.invert,
     "bfi": lambda x, y, start, n: y & ~(((1 << n) - 1) << start) | (x & ((1 << n) - 1)) << start,
+    "brev": _reversed,
+    "bfind": lambda x: 31 - np.where(x > 0, np.frexp(x.astype(np.float64))[1] - 1, 32),  # shiftamt of u32
+    "shf": lambda low, high, n: (high << np.uint64(32) | low) << (n & np.uint64(31)) >> np.uint64(32),  # l.wrap
     "shl": _shift_left,
     "shr": _shift_right,
 }
@@ -104,6 +114,7 @@ COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
     "gt": np.greater,
     "ge": np.greater_equal,
 }
+LOCATION = re.compile(r"\.loc (\d+) (\d+) \d+(?:, function_name \S+, inlined_at \d+ \d+ \d+)? ?")
 SIZES = {"m8n8k16": (8, 16), "m16n8k16": (16, 16), "m16n8k32": (16, 32)}  # rows and depth
 
 
@@ -128,30 +139,39 @@ class Kernel:
                 number = int(value[2:], 16) if value.startswith("0f") else int(value, 0)
                 constants.extend((number & ((1 << n_bits(type_)) - 1)).to_bytes(n_bits(type_) // 8, "little"))
         self.memory = {"const": np.frombuffer(bytes(constants), np.uint8)}
+        self.shared = SharedMemory(0)  # of the block that runs
         # predicate, operation, its parts, operands
         self.instructions: list[tuple[str, str, list[str], list[str]]] = []
+        self.lines_of: list[str] = []  # by instruction: its file and line, if nvcc ran with -lineinfo
         self.immediates: dict[str, Bits] = {}
         self.labels: dict[str, int] = {}
+        self.adds = True  # False: atomic additions change nothing, for a block that also runs elsewhere
         self.executed: collections.Counter[int] = collections.Counter()  # by instruction: of warps
         self.lines: dict[int, int] = {}  # of the block: when a line of global memory arrives, in trips
         self.trips: dict[str, int] = {}  # by the operation: when a block's last warp first reaches it
         body = next(text for text in re.split(r"\.entry\s+", module)[1:] if part in text.partition("(")[0])
         body = body[body.index("{") + 1 : body.index("\n}")]
+        files, line = dict(re.findall(r'\.file\s+(\d+)\s+"(?:[^"]*/)?([^"/]+)"', module)), ""
         for text in re.findall(r"[^;:]*[;:]", re.sub(r"[{}](?=\s*(?:\n|\.reg|\}|$))", "", body)):
             text = " ".join(text.lstrip("\n\t {").split())
+            while located := LOCATION.match(text):
+                text = text[located.end() :].lstrip("{ ")
+                line = f"{files[located[1]]}:{located[2]}"
             if text.endswith(":"):
                 self.labels[text[:-1]] = len(self.instructions)
             elif not text.startswith(".") and (found := re.match(r"(?:@(!?%\w+) )?([a-z][\w.:]*) ?(.*);$", text)):
+                self.lines_of.append(line)
                 self.instructions.append((found[1] or "", found[2], found[2].split("."), split(found[3])))
 
     def run(self, block: tuple[int, int, int], parameters: bytes, shared: int, n_threads: int) -> None:
         self.memory["param"] = np.frombuffer(parameters, np.uint8)
-        self.memory["shared"] = np.full(shared, 0xFF, np.uint8)
+        self.shared = SharedMemory(shared)
         self.lines = {}
         first: dict[str, int] = {}
         warps = [Warp(self, block, start, first) for start in range(0, n_threads, LANES)]
         while warps:  # each up to a barrier
             warps = [warp for warp in warps if warp.run()]
+            self.shared.barrier()
             latest = max((warp.now for warp in warps), default=0)
             votes = [warp.vote[1] for warp in warps if warp.vote]
             for warp in warps:
@@ -159,6 +179,7 @@ class Kernel:
                 if warp.vote:
                     found = any(votes) if warp.vote[2] == "or" else all(votes)
                     warp.put(warp.vote[0], np.full(LANES, found, np.uint64), EVERY)
+        self.shared.end()
         self.trips = {name: max(at, self.trips.get(name, 0)) for name, at in first.items()}
 
 
@@ -166,6 +187,7 @@ class Warp:
     def __init__(self, kernel: Kernel, block: tuple[int, int, int], first: int, reached: dict[str, int]) -> None:
         """reached: of the block, when its last warp first reaches an operation."""
         self.kernel, self.reached, self.seen = kernel, reached, set[str]()
+        self.warp = first // LANES
         self.local = np.full(LANES * LOCAL, 0xFF, np.uint8)
         self.now = 0  # trips
         self.copied = 0  # when the last asynchronous copy arrives
@@ -237,8 +259,16 @@ class Warp:
                     ours = self.true(operands[2])[active]
                     self.vote = operands[0], bool(ours.any() if "or" in modifiers else ours.all()), modifiers[1]
                 return True
-            elif name != "bar" and (chosen is active or chosen.any()):
-                self.execute(name, modifiers, operands, chosen)
+            elif name == "bar":
+                self.expect_all("bar.warp.sync", active, operands[0])
+                kernel.shared.synchronise(self.warp)
+            elif chosen is active or chosen.any():
+                kernel.shared.instruction = at
+                try:
+                    self.execute(name, modifiers, operands, chosen)
+                except Race as race:
+                    race.add_note(f"{kernel.lines_of[at]}, after {kernel.lines_of[race.before]}")
+                    raise
         return False
 
     def wait_for(self, predicate: str, name: str, modifiers: list[str], operands: list[str]) -> None:
@@ -255,7 +285,7 @@ class Warp:
             self.seen.add(name)
             self.reached[name] = max(self.now, self.reached.get(name, 0))
 
-    def arrival(self, at: npt.NDArray[np.int64], size: int) -> int:
+    def arrival(self, at: Places, size: int) -> int:
         """When a read of global memory arrives."""
         lines = {int(a) // 128 for a in at} | {(int(a) + size - 1) // 128 for a in at}
         return max(self.kernel.lines.setdefault(line, self.now + 1) for line in lines)
@@ -265,21 +295,20 @@ class Warp:
         if name in ("ld", "st"):
             self.access(name, modifiers[0], n_bits(type_) // 8, operands, type_, active)
         elif name == "cp":
-            if modifiers[:2] == ["async", "cg"]:
-                self.copy(self.address(operands[0]), self.address(operands[1]), active)
+            self.copy(modifiers[1], operands, active)
         elif name in ("atom", "red"):
             self.exchange(modifiers[-2], type_, operands[-2:], active)
         elif name == "mma":
             self.multiply(modifiers, operands, active)
+        elif name == "wmma":
+            assert active.all(), "wmma: all lanes expected"
+            getattr(self, f"{modifiers[0]}_matrix")(modifiers, operands)
         elif name == "shfl":
+            self.expect_all(name, active, operands[-1])
             lane = np.arange(LANES)
             by = self.bits(operands[2]).astype(np.int64)
             source = lane ^ by if "bfly" in modifiers else by % LANES
             self.put(operands[0].partition("|")[0], self.bits(operands[1])[source], active)
-        elif name == "vote":  # ballot
-            lanes = active & self.true(operands[1])
-            ballot = sum(1 << int(lane) for lane in np.flatnonzero(lanes))
-            self.put(operands[0], np.full(LANES, ballot, np.uint64), active)
         elif name == "setp":
             x, y = (self.number(operand, type_) for operand in operands[1:3])
             comparison = modifiers[0]
@@ -295,6 +324,7 @@ class Warp:
             x, y = (self.bits(operand) for operand in operands[1:3])
             self.put(operands[0], np.where(self.true(operands[3]), x, y) & mask(type_), active)
         elif name == "vote":  # ballot
+            self.expect_all(name, active, operands[-1])
             voted = np.flatnonzero(self.true(operands[1]) & active)
             self.put(operands[0], np.full(LANES, sum(1 << int(lane) for lane in voted), np.uint64), active)
         elif name == "prmt":
@@ -312,6 +342,11 @@ class Warp:
                 result = result >> n_bits(type_)
             wide = f"{type_[0]}{2 * n_bits(type_)}" if "wide" in modifiers else type_
             self.put(operands[0], to_bits(result, wide), active)
+
+    def expect_all(self, name: str, active: Lanes, lanes: str) -> None:
+        """All lanes of a warp execute an instruction together, and name each other."""
+        named = self.bits(lanes)[active] & np.uint64(0xFFFFFFFF)
+        assert active.all() and (named == 0xFFFFFFFF).all(), f"{name}: all lanes expected"
 
     def rounded(self, x: Array, modifiers: list[str], operands: list[str]) -> Array:
         """The result of an fma that rounds down, or is limited to 0 .. 1."""
@@ -361,59 +396,78 @@ class Warp:
         lanes = np.flatnonzero(active)
         if space == "local":  # that of each lane behind the other's
             address = np.arange(LANES, dtype=np.uint64) * np.uint64(LOCAL) + address
-        elif space not in (*self.kernel.memory, "global"):  # a generic address, of one kind in all lanes
-            space = "shared" if address[lanes].max() < len(self.kernel.memory["shared"]) else "global"
+        elif space not in (*self.kernel.memory, "shared", "global"):  # a generic address, of one kind in all lanes
+            space = "shared" if address[lanes].max() < len(self.kernel.shared.bytes) else "global"
         assert not (address[lanes] % size).any(), f"{name}.{space}.{type_}: multiples of {size} expected"
         for i, register in enumerate(registers.strip("{} ").split(",")):
             values = self.bits(register.strip())
             where = (address[lanes] + np.uint64(i * size)).astype(np.int64)
             if name == "st":
                 data = np.ascontiguousarray(values[lanes]).view(np.uint8).reshape(-1, 8)[:, :size]
-                self.write(space, where, data)
+                self.write(space, lanes, where, data)
                 continue
             if space == "global":
                 self.ready[register.strip()] = self.arrival(where, size)
             read = np.zeros((len(lanes), 8), np.uint8)
-            read[:, :size] = self.read(space, where, size)
+            read[:, :size] = self.read(space, lanes, where, size)
             values = values.copy()
             values[lanes] = read.view(np.uint64)[:, 0]
             signed = from_bits(values, type_).view(np.uint64) if type_[0] == "s" else values
             self.put(register.strip(), signed, active)
 
-    def read(self, space: str, at: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.uint8]:
-        """Bytes [len(at)][size]."""
+    def read(self, space: str, lanes: Places, at: Places, size: int) -> Bytes:
+        """Bytes [len(at)][size] of these lanes."""
         if space == "global":
             return np.frombuffer(b"".join(ct.string_at(int(i), size) for i in at), np.uint8).reshape(-1, size)
+        places = at[:, None] + np.arange(size)
+        if space == "shared":
+            return self.kernel.shared.read(self.warp, lanes, places)
         memory = self.local if space == "local" else self.kernel.memory[space]
         assert at.max() + size <= len(memory), f"{space}: {len(memory)} bytes expected, {at.max() + size} read"
-        return memory[at[:, None] + np.arange(size)]
+        return memory[places]
 
-    def write(self, space: str, at: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> None:
-        """data: bytes [len(at)][size]."""
+    def write(self, space: str, lanes: Places, at: Places, data: Bytes) -> None:
+        """data: bytes [len(at)][size] of these lanes."""
         size = data.shape[1]
         if space == "global":
             for i, one in zip(at, data, strict=True):
                 ct.memmove(int(i), one.tobytes(), size)
             return
-        memory = self.local if space == "local" else self.kernel.memory[space]
-        assert at.max() + size <= len(memory), f"{space}: {len(memory)} bytes expected, {at.max() + size} written"
-        memory[at[:, None] + np.arange(size)] = data
+        places = at[:, None] + np.arange(size)
+        if space == "shared":
+            self.kernel.shared.write(self.warp, lanes, places, data)
+            return
+        assert space == "local", f"a write to {space}"
+        assert at.max() + size <= len(self.local), f"{space}: {LOCAL} bytes of a lane expected"
+        self.local[places] = data
 
     def exchange(self, name: str, type_: str, operands: list[str], active: Lanes) -> None:
         """An atomic operation on global memory, lane by lane. What it read is not used by these kernels."""
+        if name == "add" and not self.kernel.adds:
+            return
         size, value = n_bits(type_) // 8, self.bits(operands[1])
-        for lane in np.flatnonzero(active):
-            at = self.address(operands[0])[lane : lane + 1].astype(np.int64)
+        for lane in np.split(np.flatnonzero(active), active.sum()):
+            at = self.address(operands[0])[lane].astype(np.int64)
             before = np.zeros((1, 8), np.uint8)
-            before[:, :size] = self.read("global", at, size)
-            after = OPERATIONS[name](before.view(np.uint64)[0], value[lane : lane + 1])
-            self.write("global", at, after.view(np.uint8).reshape(1, 8)[:, :size])
+            before[:, :size] = self.read("global", lane, at, size)
+            after = OPERATIONS[name](before.view(np.uint64)[0], value[lane])
+            self.write("global", lane, at, after.view(np.uint8).reshape(1, 8)[:, :size])
 
-    def copy(self, to: Bits, at: Bits, active: Lanes) -> None:
-        to, at = to[active], at[active]
-        self.copied = max(self.copied, self.arrival(at.astype(np.int64), 16))
-        assert not ((to | at) % 16).any(), "cp.async: multiples of 16 expected"
-        self.write("shared", to.astype(np.int64), self.read("global", at.astype(np.int64), 16))
+    def copy(self, what: str, operands: list[str], active: Lanes) -> None:
+        """cp.async: a copy, or the end of a group of copies, or the wait for groups."""
+        shared = self.kernel.shared
+        if what == "cg":
+            to, at = (self.address(operand)[active].astype(np.int64) for operand in operands[:2])
+            self.copied = max(self.copied, self.arrival(at, 16))
+            assert not ((to | at) % 16).any(), "cp.async: multiples of 16 expected"
+            lanes = np.flatnonzero(active)
+            shared.copy(self.warp, lanes, to[:, None] + np.arange(16), self.read("global", lanes, at, 16))
+            return
+        assert np.array_equal(active, self.left), "cp.async: groups of all lanes expected"
+        if what == "commit_group":
+            shared.commit(self.warp)
+        else:
+            shared.wait(self.warp, int(operands[0]))
 
     def multiply(self, modifiers: list[str], operands: list[str], active: Lanes) -> None:
         assert active.all(), "mma: all lanes expected"
@@ -435,3 +489,43 @@ class Warp:
         c += a @ b
         for i, register in enumerate(sums):
             self.put(register, to_bits(c[group + 8 * (i // 2), 2 * place + i % 2], "s32"), active)
+
+    def load_matrix(self, modifiers: list[str], operands: list[str]) -> None:
+        """wmma.load: element i * 16 + j of a matrix is in lane (i * 16 + j) / 8; halves are in registers twice.
+
+        Sums are loaded by the lanes that store them; which lane loads a factor is not defined.
+        """
+        registers, (space, type_) = operands[0].strip("{} ").split(","), modifiers[-2:]
+        at, size = self.of_matrix(operands[1:], type_, modifiers[4] == "col")
+        lanes = np.arange(len(at)) // 8 if type_ == "f32" else np.full(len(at), SOME_LANE)
+        address = "shared" if space == "shared" or at.max() < len(self.kernel.shared.bytes) else "global"
+        of_lane = np.ascontiguousarray(self.read(address, lanes, at, size)).reshape(-1).view(np.uint32)
+        of_lane = of_lane.reshape(LANES, -1).astype(np.uint64)
+        for i, register in enumerate(registers):
+            self.put(register.strip(), np.ascontiguousarray(of_lane[:, i % of_lane.shape[1]]), EVERY)
+
+    def store_matrix(self, modifiers: list[str], operands: list[str]) -> None:
+        at, size = self.of_matrix([operands[0], operands[2]], modifiers[-1], modifiers[4] == "col")
+        data = self.matrix(operands[1], modifiers[-1]).astype(np.float32).reshape(-1, 1).view(np.uint8)
+        self.write(modifiers[-2], np.arange(len(at)) // 8, at, data.reshape(-1, size))
+
+    def mma_matrix(self, modifiers: list[str], operands: list[str]) -> None:
+        a, b, c = (
+            self.matrix(operand, type_) for operand, type_ in zip(operands[1:], ("f16", "f16", "f32"), strict=True)
+        )
+        made = (a @ b + c).astype(np.float32).reshape(LANES, 8)
+        for i, register in enumerate(operands[0].strip("{} ").split(",")):
+            self.put(register.strip(), to_bits(np.ascontiguousarray(made[:, i]), "f32"), EVERY)
+
+    def of_matrix(self, operands: list[str], type_: str, columns: bool) -> tuple[Places, int]:
+        """Addresses of a matrix's elements, row by row, and the size of one."""
+        (start,), (stride,) = (np.unique(x) for x in (self.address(operands[0]), self.bits(operands[1])))
+        assert start % 32 == 0, "wmma: multiples of 32 expected"
+        i, j = np.divmod(np.arange(256), 16)
+        size = n_bits(type_) // 8
+        return int(start) + size * ((j if columns else i) * int(stride) + (i if columns else j)), size
+
+    def matrix(self, operand: str, type_: str) -> Array:
+        registers = [self.bits(register.strip()) for register in operand.strip("{} ").split(",")]
+        of_lane = np.stack(registers[: 4 if type_ == "f16" else 8], axis=1).astype(np.uint32)
+        return of_lane.view(np.float16 if type_ == "f16" else np.float32).astype(np.float64).reshape(16, 16)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import cuda_ops as c
+import interpreted
 import layers
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +36,18 @@ def has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-@pytest.fixture(scope="module", params=["emulated", "native"])
+NVCC = pytest.mark.skipif(c.nvcc() is None, reason="no nvcc on the PATH, in CUDACXX or /usr/local/cuda")
+
+
+@pytest.fixture(
+    scope="module", params=["emulated", pytest.param("interpreted", marks=[pytest.mark.slow, NVCC]), "native"]
+)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> c.Library:
     folder = tmp_path_factory.mktemp("cuda")
     if request.param == "emulated":
         return c.build_emulated(folder)
+    if request.param == "interpreted":
+        return interpreted.build(folder, "compute_80")
     if built := os.environ.get("SUBKV_TEST_NATIVE"):  # research/gpu/decide.py
         return c.Library(Path(built), c.DeviceMemory if has_gpu() else c.HostMemory)
     compiler = c.nvcc()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes as ct
-import subprocess
+import re
 from pathlib import Path
 
 import cuda_ops as c
@@ -14,6 +14,8 @@ import ptx
 import pytest
 from cuda_calls import N_SLOTS, Call, Exact, Shape
 from each import each
+from interpreted import compiled, last_launch
+from shared_memory import Race
 from test_cuda import LARGE, check_attend
 
 ARCHITECTURES = ["compute_75", "compute_80"]
@@ -35,37 +37,12 @@ def module(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return compiled("attend_decode.cu", request.param, tmp_path_factory.mktemp("ptx"))
 
 
-def compiled(name: str, architecture: str, folder: Path, *defines: str) -> str:
-    out, source = folder / "kernel.ptx", c.ROOT / "kernels/cuda" / name
-    command = [
-        str(c.nvcc()),
-        "-std=c++17",
-        "-O3",
-        *defines,
-        *c.INCLUDE,
-        "-ptx",
-        f"-arch={architecture}",
-        str(source),
-        "-o",
-        str(out),
-    ]
-    subprocess.run(command, check=True)
-    return Path(out).read_text("utf-8")
-
-
-class Interpreted(c.Library):
+class Decoding(c.Library):
     """Runs the decode kernel's PTX with the arguments of the emulated kernel."""
 
     def __init__(self, emulated: c.Library, module: str) -> None:
         self.emulated, self.module, self.memory, self.lib = emulated, module, emulated.memory, emulated.lib
         self.kernel: ptx.Kernel | None = None
-
-    def job(self) -> tuple[bytes, int]:
-        """Arguments and shared memory of the emulation's last launch."""
-        lib = self.emulated.lib
-        lib.emulated_last_args.restype = ct.c_void_p
-        lib.emulated_last_shared.restype = lib.emulated_last_args_size.restype = ct.c_size_t
-        return ct.string_at(lib.emulated_last_args(), lib.emulated_last_args_size()), lib.emulated_last_shared()
 
     def run(self, name: str, args: ct.Structure, stream: ct.c_void_p | None = None) -> None:
         assert name == "attend" and isinstance(args, c.Attend)
@@ -74,7 +51,7 @@ class Interpreted(c.Library):
         n_rows = args.n_split * args.layer.n_head_kv * args.n_stream * args.layer.n_group
         for at, width in ((args.m, 1), (args.z, 1), (args.acc, args.layer.width_v)):
             ct.memset(at, 0xFF, 4 * n_rows * width)  # NaN
-        job, shared = self.job()
+        job, shared = last_launch(self.lib)
         self.kernel = ptx.Kernel(self.module, f"decode_kernelILi{1 if args.layer.n_group <= 4 else 2}E")
         for x in range(args.layer.n_head_kv):
             for y in range(args.n_split):
@@ -87,13 +64,13 @@ class Interpreted(c.Library):
     [Shape(group=4, n_kv=150), Shape(group=7, n_kv=70, softcap=30.0, means=True), Shape(n_stream=2, group=1, n_kv=65)],
 )
 def test_attend(emulated: c.Library, module: str, shape: Shape) -> None:
-    check_attend(Interpreted(emulated, module), "planned", shape)
+    check_attend(Decoding(emulated, module), "planned", shape)
 
 
 @each("bands", [LARGE, ((40, 3), (8, 8), (40, 6), (24, 2), (24, 5))])
 def test_layouts(emulated: c.Library, module: str, bands: o.Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(layers.LAYERS, "sized", ([bands], [bands[::-1]]))
-    check_attend(Interpreted(emulated, module), "sized", Shape(group=4, n_kv=70))
+    check_attend(Decoding(emulated, module), "sized", Shape(group=4, n_kv=70))
 
 
 def test_instructions_of_a_code(emulated: c.Library, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +78,7 @@ def test_instructions_of_a_code(emulated: c.Library, module: str, monkeypatch: p
     monkeypatch.setitem(layers.LAYERS, "sized", ([PLANNED[0]], [PLANNED[1]]))
     executed = []
     for n_kv in (256, 512):
-        library = Interpreted(emulated, module)
+        library = Decoding(emulated, module)
         call = Call(library, "sized", Shape(group=4, n_kv=n_kv, n_split=1))  # which holds the memory
         library.run("attend", call.args)
         assert library.kernel is not None
@@ -116,13 +93,42 @@ def test_reads_in_a_row(emulated: c.Library, module: str, monkeypatch: pytest.Mo
     Copies of sm_75 pass through registers, so that each waits for the one before.
     """
     monkeypatch.setitem(layers.LAYERS, "sized", ([PLANNED[0]], [PLANNED[1]]))
-    library = Interpreted(emulated, module)
+    library = Decoding(emulated, module)
     call = Call(library, "sized", Shape(group=4, n_kv=256, n_split=2))
     library.run("attend", call.args)
     assert library.kernel is not None
     before, after = (9, 5) if ".target sm_75" in module else (1, 1)
     assert library.kernel.trips["mma"] <= before
     assert library.kernel.trips["ret"] <= before + after
+
+
+def test_races(emulated: c.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter finds a race if any barrier or wait for copies is missing; the last ones are for empty splits."""
+    monkeypatch.setitem(layers.LAYERS, "sized", ([PLANNED[0]], [PLANNED[1]]))
+    module = compiled("attend_decode.cu", ARCHITECTURES[-1], tmp_path)
+    begin = module.index("decode_kernelILi1E")
+    orders = re.compile(r"(?:bar\.(?:sync|warp\.sync)|cp\.async\.wait_group)[^;]*;")
+    places = list(orders.finditer(module, begin, module.index("\n}", begin)))
+
+    def run(text: str) -> ptx.Kernel:
+        library = Decoding(emulated, text)
+        call = Call(library, "sized", Shape(group=4, n_kv=300, n_split=1))  # which holds the memory
+        library.run("attend", call.args)
+        assert library.kernel is not None
+        return library.kernel
+
+    kernel = run(module)
+    synchronises = [i for i, (_, name, _, _) in enumerate(kernel.instructions) if orders.match(f"{name};")]
+    executed = [at for at, i in zip(places, synchronises, strict=True) if kernel.executed[i] > 0]
+    unneeded = []
+    for at in executed:
+        try:
+            run(module[: at.start()] + module[at.end() :])
+            unneeded.append(" ".join(at[0].split()))
+        except Race:
+            pass
+    assert len(executed) > 15
+    assert unneeded == ["cp.async.wait_group 0;", "bar.sync 0;"]
 
 
 def test_project(emulated: c.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +143,7 @@ def test_project(emulated: c.Library, tmp_path: Path, monkeypatch: pytest.Monkey
     for at, n in parts:
         ct.memset(at, 0xFF, 4 * n)
     kernel = ptx.Kernel(compiled("project.cu", ARCHITECTURES[-1], tmp_path), "project_decode_kernelILi1ELi1E")
-    job, shared = Interpreted(emulated, "").job()
+    job, shared = last_launch(emulated.lib)
     kernel.run((0, 0, 0), job, shared, 512)
     assert [ct.string_at(at, 4 * n) for at, n in parts] == expected
     assert kernel.trips["ret"] <= 2
@@ -161,7 +167,7 @@ def test_encode(emulated: c.Library, tmp_path: Path) -> None:
     for _, read in tiles:
         read().fill(0)
     kernel = ptx.Kernel(compiled("encode.cu", ARCHITECTURES[-1], tmp_path), "encode_kernelILb0E")
-    job, shared = Interpreted(emulated, "").job()
+    job, shared = last_launch(emulated.lib)
     for side in range(2):
         kernel.run((0, 0, side), job, shared, 128)
     for side, (_, read), expected in zip(sides, tiles, cells, strict=True):
@@ -181,7 +187,7 @@ def test_combine(emulated: c.Library, tmp_path: Path, monkeypatch: pytest.Monkey
     emulated.run("combine", args)
     expected = out().copy()
     out().fill(np.nan)
-    job, shared = Interpreted(emulated, "").job()
+    job, shared = last_launch(emulated.lib)
     n_floats = emulated.exact_floats(call.heads.layer, 4, 1, N_SLOTS)
     ct.memset(args.a.exact, 0xFF, 4 * n_floats)  # NaN
     kernel = ptx.Kernel(compiled("exact.cu", ARCHITECTURES[-1], tmp_path), "exact_kernel")

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 #define __global__
@@ -31,6 +32,14 @@ extern dim3 thread_index, block_index;
 
 // Runs launches: set by gpu.cpp, which makes its memory accessible to those outside a graph; nullptr: any memory is.
 extern void (*around_launch)(void (*launch)(void *), void * data);
+
+// Starts work on a stream, and waits for a stream, or for all with nullptr: set by gpu.cpp, whose streams run when
+// somebody waits for them; nullptr: work is done at once.
+extern void (*on_stream)(void * stream, std::function<void()> work);
+extern void (*wait_for)(void * stream);
+
+// Called before a launch runs, with the blocks of its grid and the threads of a block; nullptr: nothing is.
+extern void (*before_launch)(const void * kernel, const unsigned * grid, unsigned n_threads);
 
 // true: launches are counted as on a device, but do not run (emulated_only_count).
 extern bool   only_count;
@@ -76,7 +85,27 @@ inline cudaError_t cudaSetDevice(int) {
     return cudaSuccess;
 }
 
-inline cudaError_t cudaDeviceSynchronize() { // launches are synchronous
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    if (emulated::wait_for) {
+        emulated::wait_for(stream);
+    }
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceSynchronize() {
+    return cudaStreamSynchronize(nullptr);
+}
+
+struct cudaPointerAttributes {
+    int device;
+};
+
+inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes * of, const void *) {
+    of->device = 0;
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaGetLastError() {
     return cudaSuccess;
 }
 
@@ -92,8 +121,14 @@ template <typename Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t * config, void (*kernel)(Args), const Args & args) {
     struct Call {
         void (*kernel)(Args);
-        const Args & args;
-    } call{ kernel, args };
+        Args     args;
+        dim3     grid;
+        unsigned n_threads;
+
+        void operator()() {
+            emulated::run_grid(grid, n_threads, [](void * c) { ((Call *) c)->kernel(((Call *) c)->args); }, this);
+        }
+    } call{ kernel, args, config->gridDim, config->blockDim.x };
 
     emulated::last_shared = config->dynamicSmemBytes;
     const auto * bytes    = reinterpret_cast<const unsigned char *>(&args);
@@ -101,8 +136,15 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t * config, void (*kernel)
     if (emulated::only_count) {
         return cudaSuccess;
     }
-    emulated::run_grid(
-        config->gridDim, config->blockDim.x, [](void * c) { ((Call *) c)->kernel(((Call *) c)->args); }, &call);
+    if (emulated::before_launch) {
+        const unsigned grid[] = { config->gridDim.x, config->gridDim.y, config->gridDim.z };
+        emulated::before_launch(reinterpret_cast<const void *>(kernel), grid, config->blockDim.x);
+    }
+    if (emulated::on_stream) {
+        emulated::on_stream(config->stream, call);
+    } else {
+        call();
+    }
     return cudaSuccess;
 }
 

@@ -24,7 +24,10 @@ size_t last_shared = 0;
 
 std::vector<unsigned char> last_args;
 
-void (*around_launch)(void (*launch)(void *), void * data) = nullptr;
+void (*around_launch)(void (*launch)(void *), void * data)                            = nullptr;
+void (*on_stream)(void * stream, std::function<void()> work)                          = nullptr;
+void (*wait_for)(void * stream)                                                       = nullptr;
+void (*before_launch)(const void * kernel, const unsigned * grid, unsigned n_threads) = nullptr;
 
 namespace {
 
@@ -267,6 +270,10 @@ extern "C" {
 void emulated_only_count(size_t most) {
     emulated::only_count  = true;
     emulated::most_shared = most;
+}
+
+void emulated_before_launch(void (*f)(const void * kernel, const unsigned * grid, unsigned n_threads)) {
+    emulated::before_launch = f;
 }
 
 size_t emulated_last_shared() {

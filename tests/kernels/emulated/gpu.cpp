@@ -3,6 +3,9 @@
 // subkv's nodes, as the patched CUDA backend does; in libggml-emulated (-DSUBKV_STOCK=ON) they know no such nodes. Their
 // memory is accessible only while they compute, so host code that accesses it crashes.
 //
+// With kernels/cuda, a backend computes as late as it may: when the host waits for its stream. Copies of the host do not
+// wait, as in the CUDA backend, whose copies use another stream. So a wait that the host forgets gives wrong results.
+//
 // libggml-emulated also plays CUDA's driver for a plug-in that launches kernels itself (research/gpu/plugin/driver.h): it
 // ends the process if work of two streams is not ordered by events.
 #include "../../../research/gpu/plugin/driver.h"
@@ -15,13 +18,18 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
 #include <vector>
 
 namespace emulated {
-// Of emulated.cpp, where kernels are: how it runs launches that the host makes.
+// Of emulated.cpp, where kernels are: how it runs launches that the host makes, and its streams.
 extern void (*around_launch)(void (*launch)(void *), void * data) __attribute__((weak));
+extern void (*on_stream)(void * stream, std::function<void()> work) __attribute__((weak));
+extern void (*wait_for)(void * stream) __attribute__((weak));
 } // namespace emulated
 
 namespace {
@@ -50,8 +58,8 @@ struct Gpu {
     std::vector<Memory *>    memory;
 };
 
-Gpu        gpus[N_GPU] = { { 0, "EMULATED0", {}, {}, {} }, { 1, "EMULATED1", {}, {}, {} } };
-std::mutex working; // the emulation has one set of threads
+Gpu                  gpus[N_GPU] = { { 0, "EMULATED0", {}, {}, {} }, { 1, "EMULATED1", {}, {}, {} } };
+std::recursive_mutex working; // the emulation has one set of threads
 
 thread_local bool in_graph = false;
 
@@ -77,8 +85,8 @@ public:
     }
 
 private:
-    std::lock_guard<std::mutex> lock_;
-    Gpu &                       gpu_;
+    std::lock_guard<std::recursive_mutex> lock_;
+    Gpu &                                 gpu_;
 };
 
 // Makes the memory of all GPUs accessible to a launch.
@@ -87,7 +95,7 @@ void run_launch(void (*launch)(void *), void * data) {
         launch(data);
         return;
     }
-    const std::lock_guard<std::mutex> lock(working);
+    const std::lock_guard<std::recursive_mutex> lock(working);
     for (const Gpu & gpu : gpus) {
         for (const Memory * m : gpu.memory) {
             protect(*m, PROT_READ | PROT_WRITE);
@@ -109,11 +117,14 @@ Gpu & gpu_of(ggml_backend_buffer_t buffer) {
     return *(Gpu *) buffer->buft->context;
 }
 
+void wait_for(void * stream);
+
 void buffer_free(ggml_backend_buffer_t buffer) {
+    wait_for(nullptr); // as cudaFree does
     auto * memory = (Memory *) buffer->context;
     {
-        const std::lock_guard<std::mutex> lock(working);
-        auto &                            all = gpu_of(buffer).memory;
+        const std::lock_guard<std::recursive_mutex> lock(working);
+        auto &                                      all = gpu_of(buffer).memory;
         all.erase(std::find(all.begin(), all.end(), memory));
     }
     munmap(memory->base, memory->size);
@@ -161,7 +172,7 @@ ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
 
     auto * memory = new Memory{ base, whole };
     {
-        const std::lock_guard<std::mutex> lock(working);
+        const std::lock_guard<std::recursive_mutex> lock(working);
         ((Gpu *) buft->context)->memory.push_back(memory);
     }
     return ggml_backend_buffer_init(buft, iface, memory, size);
@@ -216,10 +227,64 @@ Event & event_of(void * context) {
 //
 
 struct Backend {
-    Gpu *            gpu;
-    ggml_backend_ptr cpu;
-    Stream           stream = {};
+    Gpu *                             gpu;
+    ggml_backend_ptr                  cpu;
+    Stream                            stream = {};
+    std::deque<std::function<void()>> work   = {}; // not yet done
+    uint64_t                          n_done = 0;
 };
+
+std::mutex             queues; // of `work` and `backends`
+std::vector<Backend *> backends;
+
+bool asynchronous() {
+    return &emulated::on_stream != nullptr;
+}
+
+// Does the first `n` pieces of a backend's work, counted from its start, or all.
+void finish(Backend & backend, uint64_t n = UINT64_MAX) {
+    const auto next = [&] {
+        const std::lock_guard<std::mutex> lock(queues);
+        std::function<void()>             one;
+        if (backend.n_done < n && !backend.work.empty()) {
+            one = std::move(backend.work.front());
+            backend.work.pop_front();
+            ++backend.n_done;
+        }
+        return one;
+    };
+    while (const auto one = next()) {
+        const Work work(*backend.gpu);
+        const bool before = in_graph;
+        in_graph          = true;
+        one();
+        in_graph = before;
+    }
+}
+
+// Waits for a backend's stream, or for all of them.
+void wait_for(void * stream) {
+    std::vector<Backend *> all;
+    {
+        const std::lock_guard<std::mutex> lock(queues);
+        all = backends;
+    }
+    for (Backend * backend : all) {
+        if (!stream || backend == stream) {
+            finish(*backend);
+        }
+    }
+}
+
+// Starts work on a backend's stream. Work of the default stream is done at once, whatever other streams do.
+void on_stream(void * stream, std::function<void()> work) {
+    if (!stream) {
+        work();
+        return;
+    }
+    const std::lock_guard<std::mutex> lock(queues);
+    ((Backend *) stream)->work.push_back(std::move(work));
+}
 
 void backend_record(ggml_backend_t backend, ggml_backend_event_t event) {
     const Stream & stream = ((const Backend *) backend->context)->stream;
@@ -227,11 +292,13 @@ void backend_record(ggml_backend_t backend, ggml_backend_event_t event) {
 }
 
 void backend_wait(ggml_backend_t backend, ggml_backend_event_t event) {
+    wait_for(nullptr); // The event's work is among that of all streams.
     Stream & stream = ((Backend *) backend->context)->stream;
     stream.seen     = std::max(stream.seen, event_of(event->context).seen);
 }
 
 void backend_synchronize(ggml_backend_t backend) {
+    finish(*(Backend *) backend->context);
     Stream & stream    = ((Backend *) backend->context)->stream;
     stream.order->host = std::max(stream.order->host, stream.seen);
 }
@@ -247,6 +314,7 @@ void free_event(ggml_backend_dev_t, ggml_backend_event_t event) {
 }
 
 void synchronize_event(ggml_backend_dev_t, ggml_backend_event_t event) {
+    wait_for(nullptr);
     const Event & e = event_of(event->context);
     if (e.order) {
         e.order->host = std::max(e.order->host, e.seen);
@@ -258,7 +326,13 @@ const char * backend_name(ggml_backend_t backend) {
 }
 
 void backend_free(ggml_backend_t backend) {
-    delete (Backend *) backend->context;
+    auto * mine = (Backend *) backend->context;
+    finish(*mine);
+    {
+        const std::lock_guard<std::mutex> lock(queues);
+        backends.erase(std::find(backends.begin(), backends.end(), mine));
+    }
+    delete mine;
     delete backend;
 }
 
@@ -274,10 +348,39 @@ ggml_status compute_on_cpu(Backend & backend, const std::vector<ggml_tensor *> &
     return ggml_backend_graph_compute(backend.cpu.get(), graph);
 }
 
-ggml_status backend_compute(ggml_backend_t b, ggml_cgraph * graph) {
-    auto & backend = *(Backend *) b->context;
-    backend.stream.start_work();
-    const Work                 work(*backend.gpu);
+// Copies of nodes and their sources, because the host may change or free them before they are computed.
+struct Copies {
+    std::deque<ggml_tensor>                                tensors;
+    std::unordered_map<const ggml_tensor *, ggml_tensor *> by_tensor;
+
+    ggml_tensor * of(const ggml_tensor * t, bool with_sources) {
+        const auto [at, is_new] = by_tensor.try_emplace(t, nullptr);
+        if (is_new) {
+            at->second = &tensors.emplace_back(*t);
+        }
+        ggml_tensor * copy = at->second;
+        for (int i = 0; with_sources && i < GGML_MAX_SRC; ++i) {
+            copy->src[i] = t->src[i] ? of(t->src[i], false) : nullptr;
+        }
+        return copy;
+    }
+};
+
+void compute_later(Backend & backend, const std::vector<ggml_tensor *> & nodes) {
+    const auto                 copies = std::make_shared<Copies>();
+    std::vector<ggml_tensor *> copied;
+    for (const ggml_tensor * node : nodes) {
+        copied.push_back(copies->of(node, true));
+    }
+    on_stream(&backend, [&backend, copies, copied] {
+        if (compute_on_cpu(backend, copied) != GGML_STATUS_SUCCESS) {
+            GGML_ABORT("emulated GPU: a graph fails");
+        }
+    });
+}
+
+// Starts the nodes in order. Launches of subkv's nodes get their arguments now.
+void start_nodes(Backend & backend, ggml_cgraph * graph) {
     std::vector<ggml_tensor *> others; // since the last node of subkv
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
         ggml_tensor * node = ggml_graph_node(graph, i);
@@ -285,19 +388,40 @@ ggml_status backend_compute(ggml_backend_t b, ggml_cgraph * graph) {
             others.push_back(node);
             continue;
         }
-        const ggml_status status = compute_on_cpu(backend, others);
+        compute_later(backend, others);
         others.clear();
-        if (status != GGML_STATUS_SUCCESS) {
-            return status;
-        }
-        in_graph           = true;
-        const char * error = compute ? compute(node, nullptr) : "no function";
-        in_graph           = false;
-        if (error) {
+        if (const char * error = compute ? compute(node, &backend) : "no function") {
             GGML_ABORT("%s: %s", node->name, error);
         }
     }
-    return compute_on_cpu(backend, others);
+    compute_later(backend, others);
+}
+
+// Copies between GPUs after what the source's stream has to do now.
+bool copy_later(ggml_backend_t from, ggml_backend_t to, const ggml_tensor * src, ggml_tensor * dst) {
+    const bool both = from->device->reg == to->device->reg && src->buffer->buft->iface.get_name == buft_name &&
+                      dst->buffer->buft->iface.get_name == buft_name;
+    if (!both || !asynchronous() || from == to) {
+        return false;
+    }
+    auto * source_of = (Backend *) from->context;
+    on_stream(to->context, [source_of, n = source_of->n_done + source_of->work.size(), src = *src, dst = *dst] {
+        finish(*source_of, n);
+        const Work source(*source_of->gpu);
+        std::memcpy(dst.data, src.data, ggml_nbytes(&src));
+    });
+    return true;
+}
+
+ggml_status backend_compute(ggml_backend_t b, ggml_cgraph * graph) {
+    auto & backend = *(Backend *) b->context;
+    backend.stream.start_work();
+    if (asynchronous()) {
+        start_nodes(backend, graph);
+        return GGML_STATUS_SUCCESS;
+    }
+    const Work work(*backend.gpu);
+    return compute_on_cpu(backend, { ggml_graph_nodes(graph), ggml_graph_nodes(graph) + ggml_graph_n_nodes(graph) });
 }
 
 //
@@ -334,13 +458,18 @@ ggml_backend_t device_backend(ggml_backend_dev_t dev, const char *) {
     iface.free             = backend_free;
     iface.graph_compute    = backend_compute;
     iface.synchronize      = backend_synchronize;
+    iface.cpy_tensor_async = copy_later;
     iface.event_record     = backend_record;
     iface.event_wait       = backend_wait;
 
     ggml_backend_dev_t cpu     = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     auto *             backend = new Backend{ &gpu_of(dev), ggml_backend_ptr(ggml_backend_dev_init(cpu, nullptr)) };
     backend->stream.order      = std::make_shared<Order>();
-    ggml_backend_reg_t reg     = ggml_backend_dev_backend_reg(cpu);
+    {
+        const std::lock_guard<std::mutex> lock(queues);
+        backends.push_back(backend);
+    }
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(cpu);
     if (const auto set =
             (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads")) {
         set(backend->cpu.get(), THREADS);
@@ -429,14 +558,14 @@ void release(uint8_t * base, size_t size) {
 }
 
 bool map(uint8_t * page) {
-    const std::lock_guard<std::mutex> lock(working);
+    const std::lock_guard<std::recursive_mutex> lock(working);
     gpus[0].memory.push_back(new Memory{ page, PAGE });
     return true;
 }
 
 void unmap(uint8_t * page) {
-    const std::lock_guard<std::mutex> lock(working);
-    auto &                            all = gpus[0].memory;
+    const std::lock_guard<std::recursive_mutex> lock(working);
+    auto &                                      all = gpus[0].memory;
     const auto it = std::find_if(all.begin(), all.end(), [&](const Memory * m) { return m->base == page; });
     if (it == all.end() || madvise(page, PAGE, MADV_DONTNEED) != 0) {
         GGML_ABORT("unmap");
@@ -508,6 +637,8 @@ struct Registered {
         ggml_backend_register(&reg);
         if (&emulated::around_launch) {
             emulated::around_launch = run_launch;
+            emulated::on_stream     = on_stream;
+            emulated::wait_for      = wait_for;
         }
     }
 } registered; // when the library is loaded, before any model
