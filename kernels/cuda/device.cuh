@@ -32,15 +32,24 @@ struct Carve {
     }
 };
 
+// Returns nullptr, or the message of an error. The runtime forgets the error, which a later check would take for its own.
+inline const char * message_of(cudaError_t e) {
+    if (e == cudaSuccess) {
+        return nullptr;
+    }
+    (void) cudaGetLastError();
+    return cudaGetErrorString(e);
+}
+
 // Returns an attribute of a device, or `usual` if it is unknown.
 inline int attribute(cudaDeviceAttr of, int device, int usual) {
     int value = 0;
-    return cudaDeviceGetAttribute(&value, of, device) == cudaSuccess ? value : usual;
+    return message_of(cudaDeviceGetAttribute(&value, of, device)) == nullptr ? value : usual;
 }
 
 inline int current_device() {
     int device = 0;
-    return cudaGetDevice(&device) == cudaSuccess ? device : 0;
+    return message_of(cudaGetDevice(&device)) == nullptr ? device : 0;
 }
 
 // Returns the maximum dynamic shared memory of a block.
@@ -59,10 +68,10 @@ inline int64_t multiprocessors(int device) {
 template <typename Args>
 const char * launch(void (*kernel)(Args), dim3 grid, size_t shared, void * stream, const Args & args,
                     int threads = THREADS) {
-    if (shared > 48u << 10) {
-        const auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) shared);
+    if (shared > 48u << 10) { // The limit is the process's. Another thread may launch the kernel with more than this.
+        const auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) most_shared());
         if (e != cudaSuccess) {
-            return cudaGetErrorString(e);
+            return message_of(e);
         }
     }
     cudaLaunchConfig_t config = {};
@@ -71,7 +80,7 @@ const char * launch(void (*kernel)(Args), dim3 grid, size_t shared, void * strea
     config.dynamicSmemBytes   = shared;
     config.stream             = (cudaStream_t) stream;
     const auto e              = cudaLaunchKernelEx(&config, kernel, args);
-    return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
+    return message_of(e);
 }
 
 constexpr unsigned ALL = 0xffffffffu;

@@ -186,11 +186,15 @@ const char * prompt_mask(const Prompt & args, void * stream); // writes mask
 // Changes c.out, whose rows have only the query heads of these KV heads.
 const char * prompt_lost(const Prompt & args, void * stream);
 
-// Waits until all streams of a device are idle.
-const char * wait(int device);
+// Returns the CUDA device of this memory, or `usual` if it is unknown.
+int device_of(const void * memory, int usual);
 
-// encode_window for any number of rows, on the device's default stream.
-const char * encode_window(EncodeWindow args, const WindowRow * rows, size_t n, int device);
+// Waits until the work on a stream is done, or all work on the device if `stream` is nullptr. A wait for the device
+// fails, and ends the capture, while another thread captures a graph on it.
+const char * wait(int device, void * stream);
+
+// encode_window for any number of rows.
+const char * encode_window(EncodeWindow args, const WindowRow * rows, size_t n, int device, void * stream);
 
 // Returns whether the decode kernel applies. It requires at most DECODE_TOKENS tokens per stream, at most DECODE_GROUP
 // query heads per KV head and DECODE_HEADS KV heads, and tiles that fit the device's shared memory. The layer must not

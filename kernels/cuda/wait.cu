@@ -1,4 +1,4 @@
-// wait.cu: work that the host starts outside a graph, and waiting for a device.
+// wait.cu: work that the host starts outside a graph, and waiting for it.
 #include "device.cuh"
 
 #include <algorithm>
@@ -7,39 +7,37 @@ namespace subkv::cuda {
 
 namespace {
 
-// Calls work() while `device` is the current one.
-template <typename Work> const char * on_device(int device, const Work & work) {
-    int  current = 0;
-    auto e       = cudaGetDevice(&current);
-    e            = e == cudaSuccess ? cudaSetDevice(device) : e;
-    if (e != cudaSuccess) {
-        return cudaGetErrorString(e);
-    }
-    const char * error = work();
-    e                  = cudaSetDevice(current);
-    return error || e == cudaSuccess ? error : cudaGetErrorString(e);
+// Makes a device the current one. The former one is not restored, because that would create a context on it.
+const char * use_device(int device) {
+    int          current = 0;
+    const char * error   = message_of(cudaGetDevice(&current));
+    return error || current == device ? error : message_of(cudaSetDevice(device));
 }
 
 } // namespace
 
-const char * wait(int device) {
-    return on_device(device, [] {
-        const auto e = cudaDeviceSynchronize();
-        return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
-    });
+int device_of(const void * memory, int usual) {
+    cudaPointerAttributes of = {};
+    return message_of(cudaPointerGetAttributes(&of, memory)) == nullptr ? of.device : usual;
 }
 
-const char * encode_window(EncodeWindow args, const WindowRow * rows, size_t n, int device) {
-    return on_device(device, [&] {
-        const char * error = nullptr;
-        for (size_t first = 0; !error && first < n; first += WINDOW_ROWS) {
-            const size_t count = std::min(n - first, (size_t) WINDOW_ROWS);
-            std::copy_n(rows + first, count, args.rows);
-            args.encode.n_tok = (int64_t) count;
-            error             = encode_window(args, nullptr);
-        }
-        return error;
-    });
+const char * wait(int device, void * stream) {
+    if (stream) {
+        return message_of(cudaStreamSynchronize((cudaStream_t) stream));
+    }
+    const char * error = use_device(device);
+    return error ? error : message_of(cudaDeviceSynchronize());
+}
+
+const char * encode_window(EncodeWindow args, const WindowRow * rows, size_t n, int device, void * stream) {
+    const char * error = use_device(device);
+    for (size_t first = 0; !error && first < n; first += WINDOW_ROWS) {
+        const size_t count = std::min(n - first, (size_t) WINDOW_ROWS);
+        std::copy_n(rows + first, count, args.rows);
+        args.encode.n_tok = (int64_t) count;
+        error             = encode_window(args, stream);
+    }
+    return error;
 }
 
 } // namespace subkv::cuda

@@ -71,10 +71,10 @@ def last_error() -> str:
 class Model:
     """A loaded GGUF, on all GPUs unless n_gpu_layers says otherwise."""
 
-    def __init__(self, path: Path, n_gpu_layers: int = -1) -> None:
+    def __init__(self, path: Path, n_gpu_layers: int = -1, split_mode: int = C.LLAMA_SPLIT_MODE_LAYER) -> None:
         self.path = path
         params = C.llama_model_default_params()
-        params.n_gpu_layers = n_gpu_layers
+        params.n_gpu_layers, params.split_mode = n_gpu_layers, split_mode
         self.handle = C.llama_model_load_from_file(str(path).encode(), params)
         assert self.handle, f"{path} does not load: {''.join(LOG[-3:])}"
         self.vocab = C.llama_model_get_vocab(self.handle)

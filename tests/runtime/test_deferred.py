@@ -13,6 +13,7 @@ from typing import Any
 import engine
 import numpy as np
 import pytest
+from each import each
 from engine import C, Session
 from machine import N_CALLS, partial_state, set_partial_state
 from test_placement import JOINT, Places, gpus
@@ -174,3 +175,45 @@ def test_random_programs(
             pair.same(call)
             pair.same(lambda s: [C.llama_memory_seq_pos_max(s.memory, q) for q in range(n_seq)])
         pair.same(state(None))
+
+
+@pytest.mark.parametrize(("defer", "n_at_once"), [("1", 1), ("1", 3), ("0", 1)])
+@each(
+    "call",
+    [
+        *(shift(0, p0, by) for p0, by in ((0, 4), (27, 3), (20, 40), (10, -5))),
+        *(removal(0, p0, p1) for p0, p1 in ((28, -1), (20, -1), (5, 9), (25, 27), (0, -1))),
+        *(copy(0, 1), copy(1, 0), keep(0), keep(1)),
+        *(state(0), state(None), restore(0, 1), restore(1, 0), restore_window(0), Session.clear),
+    ],
+)
+def test_the_host_waits_for_work_that_it_changes(
+    model: engine.Model,
+    tokens: list[int],
+    make_layout: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    defer: str,
+    n_at_once: int,
+    call: Call,
+) -> None:
+    """A call right after tokens without logits, for which nothing has waited, does what it does after a wait."""
+    monkeypatch.setenv("SUBKV_DEFER", defer)
+    results = []
+    for waits in (True, False):
+        s = Session(model, make_layout(BANDS, BANDS), window=(4, 8, 4), n_seq_max=2, unified=True)
+        s.decode(tokens[:12], 0, 1)
+        s.decode(tokens[:24], 0, 0)
+        for pos in range(24, 24 + 3 * n_at_once, n_at_once):
+            assert s.try_decode(tokens[pos : pos + n_at_once], pos, 0, logits=False) == 0
+        if waits:
+            C.llama_synchronize(s.ctx)
+        found = call(s)
+        ends = [C.llama_memory_seq_pos_max(s.memory, seq) for seq in range(2)]
+        refused = [s.take_refusal(seq) for seq in range(2)]
+        if any(refused):
+            ends[0] = ends[1] = -1
+            s.clear()
+        logits = [s.decode(tokens[40:44], end + 1, seq) for seq, end in enumerate(ends)]
+        results.append((found, ends, [of.tobytes() for of in logits]))
+        s.close()
+    assert results[0] == results[1]

@@ -242,3 +242,13 @@ def test_a_state_moves_between_gpu_and_cpu(
         assert s.state(0) == state
         assert s.stats().n_layer_device == (0 if from_gpu else s.stats().n_layer_coded)
     model.free()
+
+
+def test_split_tensors_are_refused(tiny_model: Callable[..., Path], make_layout: Callable[..., Any]) -> None:
+    """-sm tensor: one device stands for all, and its tensors are parts."""
+    model = engine.Model(tiny_model("llama"), split_mode=3)  # LLAMA_SPLIT_MODE_TENSOR, which llama-cpp-python lacks
+    with session(model, flash_attn=1) as s:  # an f16 cache
+        assert s.ctx
+    with pytest.raises(Refused, match=r"-sm tensor splits its tensors over several devices.*-sm layer"):
+        engine.Session(model, make_layout(), flash_attn=1)
+    model.free()

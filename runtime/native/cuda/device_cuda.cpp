@@ -2,6 +2,7 @@
 #include "../engine/device_gpu.h"
 #include "layer_tables.h"
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -41,7 +42,8 @@ struct Cuda {
     static constexpr size_t WORDS_ALIGNMENT = 16; // bytes
 };
 
-// Registers our nodes with the backend of a type of buffer. Returns the number of its CUDA device, or -1 if it has none.
+// Registers our nodes with the backend of a type of buffer. Returns the number of its device there, or -1 if it has none.
+// With GGML_CUDA_DEVICES, several of these devices are one device of CUDA.
 int cuda_device(ggml_backend_buffer_type_t buft);
 
 class CudaLayer final : public GpuLayer<Cuda> {
@@ -58,7 +60,7 @@ public:
     void       add_bad_rows(uint64_t n) override;
     void       wait() const override;
     size_t     max_range() const override { return SIZE_MAX; }
-    bool       makes_rows() const override { return cuda::suits_prompt(args(width_v_), device()); }
+    bool       makes_rows() const override { return cuda::suits_prompt(args(width_v_), cuda_); }
     bool       defers_codes() const override { return suits_decode_; }
     BlockSteps block_steps() const override { return block_steps_; }
     int64_t    n_decoded() const override { return suits_decode_ ? cuda::DECODE_TOKENS : 1; }
@@ -67,23 +69,32 @@ public:
 
     const char * refusal(NodeKind kind, ggml_tensor * node) const override;
 
+    // Computes a node on a stream of its context, which all later work of the layer uses.
+    const char * compute_on(const Node & node, ggml_tensor * dst, void * stream) const {
+        stream_ = stream;
+        return compute(node.kind, dst, stream);
+    }
+
 private:
     cuda::Layer args(int64_t width) const override;
 
-    LayerTables tables_;
-    bool        suits_decode_ = false;
-    BlockSteps  block_steps_  = {};
+    LayerTables                 tables_;
+    int                         cuda_;   // number of CUDA's device
+    mutable std::atomic<void *> stream_; // nullptr before the first node
+    bool                        suits_decode_ = false;
+    BlockSteps                  block_steps_  = {};
 };
 
 CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) :
-    GpuLayer(layer, cuda_device(buft)), tables_(*layer.codec, layer.n_head) {
+    GpuLayer(layer, cuda_device(buft)), tables_(*layer.codec, layer.n_head), stream_(nullptr) {
     slopes_at_ = tables_.slopes_at();
     allocate(tables_.n_bytes(), buft);
     const std::vector<uint8_t> bytes = tables_.place((const uint8_t *) memory_->data);
     ggml_backend_tensor_set(memory_, bytes.data(), 0, bytes.size());
-    suits_decode_ = cuda::suits_decode(args(width_v_), device());
-    block_steps_  = cuda::block_steps(args(width_v_), device());
-    if (const size_t lacks = cuda::lacks_shared(args(width_v_), device())) {
+    cuda_         = cuda::device_of(memory_->data, device());
+    suits_decode_ = cuda::suits_decode(args(width_v_), cuda_);
+    block_steps_  = cuda::block_steps(args(width_v_), cuda_);
+    if (const size_t lacks = cuda::lacks_shared(args(width_v_), cuda_)) {
         const LayerCodec & codec = *layer.codec;
         fail({ SUBKV_ERROR_UNSUPPORTED, "layer " + std::to_string(codec.il),
                sentence(
@@ -105,7 +116,7 @@ void CudaLayer::add_bad_rows(uint64_t n) {
 }
 
 void CudaLayer::wait() const {
-    if (const char * reason = cuda::wait(device())) {
+    if (const char * reason = cuda::wait(cuda_, stream_)) {
         GGML_ABORT("subkv: layer %d: its device: %s", layer_.codec->il, reason); // like llama.cpp's backend
     }
 }
@@ -119,7 +130,7 @@ void CudaLayer::encode_window(const ggml_tensor * k_cache, const ggml_tensor * v
     for (const UncodedRow & row : rows) {
         of_device.push_back({ row.slot, row.cell });
     }
-    if (const char * reason = cuda::encode_window(w, of_device.data(), of_device.size(), device())) {
+    if (const char * reason = cuda::encode_window(w, of_device.data(), of_device.size(), cuda_, stream_)) {
         GGML_ABORT("subkv: layer %d: encode_window: %s", layer_.codec->il, reason); // as in wait()
     }
 }
@@ -147,7 +158,7 @@ bool supports(const ggml_tensor * node, int device) {
 
 const char * compute(ggml_tensor * node, void * stream) {
     const auto * n = (const CudaLayer::Node *) device_userdata(node);
-    return n ? n->layer->compute(n->kind, node, stream) : "a custom node that is not subkv's";
+    return n ? ((const CudaLayer *) n->layer)->compute_on(*n, node, stream) : "a custom node that is not subkv's";
 }
 
 int cuda_device(ggml_backend_buffer_type_t buft) {
@@ -158,6 +169,9 @@ int cuda_device(ggml_backend_buffer_type_t buft) {
         return -1;
     }
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(dev);
+    if (!reg) { // several devices as one
+        return -1;
+    }
     const auto set = (Set) ggml_backend_reg_get_proc_address(reg, "ggml_backend_cuda_subkv_set"); // from our patch
     if (!set) {
         return -1;

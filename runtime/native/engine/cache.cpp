@@ -423,6 +423,7 @@ bool Cache::shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellRea
     const bool can = can_shift(seq, p0, p1, by, cells);
     if (can) {
         encode_uncoded();
+        wait_for_devices();
         window_.add(seq, p0, p1, by, cells);
     }
     return can;

@@ -38,7 +38,7 @@ public:
     virtual void *   userdata(NodeKind kind)  = 0; // of device_op
     virtual uint64_t n_bad_rows() const       = 0; // that could not be coded
     virtual void     add_bad_rows(uint64_t n) = 0; // which the host has stored
-    virtual void     wait() const             = 0; // until the device has finished all work
+    virtual void     wait() const             = 0; // until the device has finished the context's work
     virtual size_t   max_range() const        = 0; // maximum bytes of one tensor that kernels can address
     virtual bool     makes_rows() const       = 0; // it has kernels for PROMPT_*
     // How the blocks of attend work, for splits of the cells.

@@ -28,7 +28,11 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
         return "its attention is not causal";
     }
     for (const auto & device : model.devices) { // RPC accepts custom nodes with functions of this process
-        if (std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device.dev)), "RPC") == 0) {
+        const ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(device.dev);
+        if (!reg) {
+            return "-sm tensor splits its tensors over several devices, and subkv's nodes need them whole (-sm layer)";
+        }
+        if (std::strcmp(ggml_backend_reg_name(reg), "RPC") == 0) {
             return format("its device %s belongs to another process (RPC), which lacks the functions of subkv's nodes",
                           ggml_backend_dev_name(device.dev));
         }

@@ -151,7 +151,8 @@ ggml_backend_dev_t vulkan_device(ggml_backend_buffer_type_t buft) {
     using Set = void (*)(decltype(&supports), decltype(&compute));
 
     ggml_backend_dev_t device = ggml_backend_buft_get_device(buft);
-    if (!device || ggml_backend_buft_is_host(buft)) {
+    const bool         of_one = device && ggml_backend_dev_backend_reg(device); // else several devices as one
+    if (!of_one || ggml_backend_buft_is_host(buft)) {
         return nullptr;
     }
     const auto set = function_of<Set>(device, "ggml_backend_vk_subkv_set");
