@@ -102,6 +102,7 @@ class Memory(Protocol):
 class HostMemory:
     def __init__(self) -> None:
         self.arrays: list[npt.NDArray[Any]] = []
+        self.ranges: list[tuple[int, int]] = []  # of the copies: first byte, and the one behind the last
 
     def put(self, array: npt.NDArray[Any]) -> tuple[int, Callable[[], npt.NDArray[Any]]]:
         room = np.zeros(array.nbytes + ALIGNED, np.uint8)
@@ -109,6 +110,7 @@ class HostMemory:
         copy = room[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
         copy[...] = array
         self.arrays.append(room)
+        self.ranges.append((o.ptr(copy), o.ptr(copy) + array.nbytes))
         return o.ptr(copy), lambda: copy
 
 

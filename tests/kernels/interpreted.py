@@ -1,4 +1,6 @@
-"""The CUDA ops on a CPU, with some blocks of each launch also run by the PTX interpreter, which finds races.
+"""The CUDA ops on a CPU, with some blocks of each launch also run by the PTX interpreter.
+
+It finds races in shared memory, and accesses beside the arrays of global memory.
 
 The interpreted blocks run first, so that the results are those of the emulated ones.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import ctypes as ct
 import re
 import subprocess
+import weakref
 from pathlib import Path
 
 import cuda_ops as c
@@ -37,7 +40,8 @@ def last_launch(lib: ct.CDLL) -> tuple[bytes, int]:
 class Interpreted(c.Library):
     def __init__(self, emulated: c.Library, modules: list[str]) -> None:
         """modules: PTX with all kernels. Two blocks of a launch are interpreted, the first and the last."""
-        self.lib, self.memory = emulated.lib, emulated.memory
+        self.lib, self.memory = emulated.lib, self._new_memory
+        self.memories: weakref.WeakSet[c.HostMemory] = weakref.WeakSet()
         self.modules = {found[0]: text for text in modules for found in KERNEL.finditer(text)}
         self.kernels: dict[str, ptx.Kernel] = {}
         path = str(self.lib._name)
@@ -49,6 +53,11 @@ class Interpreted(c.Library):
         self.base = (ct.cast(self.lib.emulated_last_args, ct.c_void_p).value or 0) - here
         self.failure: BaseException | None = None
         self.hook = LAUNCH(self._before_launch)
+
+    def _new_memory(self) -> c.HostMemory:
+        memory = c.HostMemory()
+        self.memories.add(memory)
+        return memory
 
     def run(self, name: str, args: ct.Structure, stream: ct.c_void_p | None = None) -> None:
         self.failure = None
@@ -69,6 +78,7 @@ class Interpreted(c.Library):
                 self.kernels[name] = ptx.Kernel(self.modules[name], name)
                 self.kernels[name].adds = False
             arguments, shared = last_launch(self.lib)
+            self.kernels[name].allow([of for memory in self.memories for of in memory.ranges])
             last = (grid[0] - 1, grid[1] - 1, grid[2] - 1)
             for block in {(0, 0, 0), last}:
                 self.kernels[name].run(block, arguments, shared, n_threads)

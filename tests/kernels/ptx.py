@@ -145,6 +145,9 @@ class Kernel:
         self.lines_of: list[str] = []  # by instruction: its file and line, if nvcc ran with -lineinfo
         self.immediates: dict[str, Bits] = {}
         self.labels: dict[str, int] = {}
+        self.allowed: tuple[Places, Places] | None = (
+            None  # where global memory may be accessed: starts, ends; None: all
+        )
         self.adds = True  # False: atomic additions change nothing, for a block that also runs elsewhere
         self.executed: collections.Counter[int] = collections.Counter()  # by instruction: of warps
         self.lines: dict[int, int] = {}  # of the block: when a line of global memory arrives, in trips
@@ -162,6 +165,18 @@ class Kernel:
             elif not text.startswith(".") and (found := re.match(r"(?:@(!?%\w+) )?([a-z][\w.:]*) ?(.*);$", text)):
                 self.lines_of.append(line)
                 self.instructions.append((found[1] or "", found[2], found[2].split("."), split(found[3])))
+
+    def allow(self, ranges: list[tuple[int, int]]) -> None:
+        """Restricts global memory to these ranges, from the first byte to the one behind the last."""
+        starts, ends = zip(*sorted(ranges), strict=True)
+        self.allowed = np.array(starts), np.array(ends)
+
+    def expect_allowed(self, at: Places, size: int) -> None:
+        if self.allowed is not None:
+            starts, ends = self.allowed
+            of = np.searchsorted(starts, at, "right") - 1
+            beside = (of < 0) | (at + size > ends[of])
+            assert not beside.any(), f"global: {size} bytes beside any array, {(at - ends[of])[beside]} from an end"
 
     def run(self, block: tuple[int, int, int], parameters: bytes, shared: int, n_threads: int) -> None:
         self.memory["param"] = np.frombuffer(parameters, np.uint8)
@@ -266,8 +281,9 @@ class Warp:
                 kernel.shared.instruction = at
                 try:
                     self.execute(name, modifiers, operands, chosen)
-                except Race as race:
-                    race.add_note(f"{kernel.lines_of[at]}, after {kernel.lines_of[race.before]}")
+                except AssertionError as e:
+                    before = f", after {kernel.lines_of[e.before]}" if isinstance(e, Race) else ""
+                    e.add_note(kernel.lines_of[at] + before)
                     raise
         return False
 
@@ -418,6 +434,7 @@ class Warp:
     def read(self, space: str, lanes: Places, at: Places, size: int) -> Bytes:
         """Bytes [len(at)][size] of these lanes."""
         if space == "global":
+            self.kernel.expect_allowed(at, size)
             return np.frombuffer(b"".join(ct.string_at(int(i), size) for i in at), np.uint8).reshape(-1, size)
         places = at[:, None] + np.arange(size)
         if space == "shared":
@@ -430,6 +447,7 @@ class Warp:
         """data: bytes [len(at)][size] of these lanes."""
         size = data.shape[1]
         if space == "global":
+            self.kernel.expect_allowed(at, size)
             for i, one in zip(at, data, strict=True):
                 ct.memmove(int(i), one.tobytes(), size)
             return
