@@ -189,9 +189,9 @@ const char * prompt_lost(const Prompt & args, void * stream);
 // Returns the CUDA device of this memory, or `usual` if it is unknown.
 int device_of(const void * memory, int usual);
 
-// Waits until the work on a stream is done, or all work on the device if `stream` is nullptr. A wait for the device
-// fails, and ends the capture, while another thread captures a graph on it.
-const char * wait(int device, void * stream);
+// Waits until the work on a stream is done. A wait for the whole device would fail, and end the capture, while another
+// thread captures a graph there.
+const char * wait(void * stream);
 
 // encode_window for any number of rows.
 const char * encode_window(EncodeWindow args, const WindowRow * rows, size_t n, int device, void * stream);

@@ -21,12 +21,8 @@ int device_of(const void * memory, int usual) {
     return message_of(cudaPointerGetAttributes(&of, memory)) == nullptr ? of.device : usual;
 }
 
-const char * wait(int device, void * stream) {
-    if (stream) {
-        return message_of(cudaStreamSynchronize((cudaStream_t) stream));
-    }
-    const char * error = use_device(device);
-    return error ? error : message_of(cudaDeviceSynchronize());
+const char * wait(void * stream) {
+    return message_of(cudaStreamSynchronize((cudaStream_t) stream));
 }
 
 const char * encode_window(EncodeWindow args, const WindowRow * rows, size_t n, int device, void * stream) {

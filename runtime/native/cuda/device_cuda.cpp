@@ -116,7 +116,9 @@ void CudaLayer::add_bad_rows(uint64_t n) {
 }
 
 void CudaLayer::wait() const {
-    if (const char * reason = cuda::wait(cuda_, stream_)) {
+    void *       stream = stream_;
+    const char * reason = stream ? cuda::wait(stream) : nullptr; // else no node has run
+    if (reason) {
         GGML_ABORT("subkv: layer %d: its device: %s", layer_.codec->il, reason); // like llama.cpp's backend
     }
 }

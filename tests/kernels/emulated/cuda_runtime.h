@@ -33,8 +33,8 @@ extern dim3 thread_index, block_index;
 // Runs launches: set by gpu.cpp, which makes its memory accessible to those outside a graph; nullptr: any memory is.
 extern void (*around_launch)(void (*launch)(void *), void * data);
 
-// Starts work on a stream, and waits for a stream, or for all with nullptr: set by gpu.cpp, whose streams run when
-// somebody waits for them; nullptr: work is done at once.
+// Starts work on a stream, and waits for a stream: set by gpu.cpp, whose streams run when somebody waits for them;
+// nullptr: work is done at once.
 extern void (*on_stream)(void * stream, std::function<void()> work);
 extern void (*wait_for)(void * stream);
 
@@ -90,10 +90,6 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
         emulated::wait_for(stream);
     }
     return cudaSuccess;
-}
-
-inline cudaError_t cudaDeviceSynchronize() {
-    return cudaStreamSynchronize(nullptr);
 }
 
 struct cudaPointerAttributes {
