@@ -4,7 +4,8 @@
 // memory is accessible only while they compute, so host code that accesses it crashes.
 //
 // With kernels/cuda, a backend computes as late as it may: when the host waits for its stream. Copies of the host do not
-// wait, as in the CUDA backend, whose copies use another stream. So a wait that the host forgets gives wrong results.
+// wait, as in the CUDA backend, whose copies use another stream. So a wait that the host forgets gives wrong results. Like
+// a CUDA graph, a graph of the same nodes repeats the launches of the last one, with the arguments that they had then.
 //
 // libggml-emulated also plays CUDA's driver for a plug-in that launches kernels itself (research/gpu/plugin/driver.h): it
 // ends the process if work of two streams is not ordered by events.
@@ -226,12 +227,22 @@ Event & event_of(void * context) {
 // graphs
 //
 
+using Launch = std::function<void()>;
+
+// A graph, and the launches of each of its custom nodes.
+struct Captured {
+    std::vector<ggml_tensor>         nodes, sources; // as they were
+    std::vector<std::vector<Launch>> launches;
+};
+
 struct Backend {
-    Gpu *                             gpu;
-    ggml_backend_ptr                  cpu;
-    Stream                            stream = {};
-    std::deque<std::function<void()>> work   = {}; // not yet done
-    uint64_t                          n_done = 0;
+    Gpu *              gpu;
+    ggml_backend_ptr   cpu;
+    Stream             stream = {};
+    std::deque<Launch> work   = {}; // not yet done
+    uint64_t           n_done = 0;
+
+    std::unordered_map<const ggml_tensor *, Captured> graphs = {}; // by first node
 };
 
 std::mutex             queues; // of `work` and `backends`
@@ -245,7 +256,7 @@ bool asynchronous() {
 void finish(Backend & backend, uint64_t n = UINT64_MAX) {
     const auto next = [&] {
         const std::lock_guard<std::mutex> lock(queues);
-        std::function<void()>             one;
+        Launch                            one;
         if (backend.n_done < n && !backend.work.empty()) {
             one = std::move(backend.work.front());
             backend.work.pop_front();
@@ -276,8 +287,13 @@ void wait_for(void * stream) {
     }
 }
 
+thread_local std::vector<Launch> * recorded = nullptr; // gets the launches of a node
+
 // Starts work on a backend's stream. Work of the default stream is done at once, whatever other streams do.
-void on_stream(void * stream, std::function<void()> work) {
+void on_stream(void * stream, Launch work) {
+    if (recorded) {
+        recorded->push_back(work);
+    }
     if (!stream) {
         work();
         return;
@@ -379,8 +395,38 @@ void compute_later(Backend & backend, const std::vector<ggml_tensor *> & nodes) 
     });
 }
 
-// Starts the nodes in order. Launches of subkv's nodes get their arguments now.
+// Does a tensor have the properties that the CUDA backend compares? `t` may be a source, of which it compares fewer.
+bool same(const ggml_tensor & a, const ggml_tensor & t, bool source) {
+    return source ? a.data == t.data && std::memcmp(a.ne, t.ne, sizeof(t.ne)) == 0 &&
+                        std::memcmp(a.nb, t.nb, sizeof(t.nb)) == 0 :
+                    std::memcmp(&a, &t, sizeof(t)) == 0;
+}
+
+// Returns the graph's launches, which are empty if it differs from the last graph with the same first node.
+Captured & captured(Backend & backend, ggml_cgraph * graph) {
+    Captured now;
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        const ggml_tensor & node = now.nodes.emplace_back(*ggml_graph_node(graph, i));
+        for (const ggml_tensor * src : node.src) {
+            now.sources.push_back(src ? *src : ggml_tensor{});
+        }
+    }
+    Captured & last  = backend.graphs[ggml_graph_node(graph, 0)];
+    const auto alike = [](const auto & a, const auto & b, bool source) {
+        return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                          [&](const auto & x, const auto & y) { return same(x, y, source); });
+    };
+    if (!alike(last.nodes, now.nodes, false) || !alike(last.sources, now.sources, true)) {
+        last = std::move(now);
+    }
+    return last;
+}
+
+// Starts the nodes in order. Launches of subkv's nodes get their arguments now, or had got them in an equal graph.
 void start_nodes(Backend & backend, ggml_cgraph * graph) {
+    Captured &                 of_graph = captured(backend, graph);
+    const bool                 repeat   = !of_graph.launches.empty();
+    size_t                     next     = 0;
     std::vector<ggml_tensor *> others; // since the last node of subkv
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
         ggml_tensor * node = ggml_graph_node(graph, i);
@@ -390,7 +436,16 @@ void start_nodes(Backend & backend, ggml_cgraph * graph) {
         }
         compute_later(backend, others);
         others.clear();
-        if (const char * error = compute ? compute(node, &backend) : "no function") {
+        if (repeat) {
+            for (const Launch & launch : of_graph.launches.at(next++)) {
+                on_stream(&backend, launch);
+            }
+            continue;
+        }
+        recorded           = &of_graph.launches.emplace_back();
+        const char * error = compute ? compute(node, &backend) : "no function";
+        recorded           = nullptr;
+        if (error) {
             GGML_ABORT("%s: %s", node->name, error);
         }
     }
