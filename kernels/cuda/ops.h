@@ -186,6 +186,10 @@ const char * prompt_mask(const Prompt & args, void * stream); // writes mask
 // Changes c.out, whose rows have only the query heads of these KV heads.
 const char * prompt_lost(const Prompt & args, void * stream);
 
+// Makes a device the current one of this thread, which its launches use. To restore the former one would create a context
+// on it.
+const char * use_device(int device);
+
 // Returns the CUDA device of this memory, or `usual` if it is unknown.
 int device_of(const void * memory, int usual);
 

@@ -5,16 +5,11 @@
 
 namespace subkv::cuda {
 
-namespace {
-
-// Makes a device the current one. The former one is not restored, because that would create a context on it.
 const char * use_device(int device) {
     int          current = 0;
     const char * error   = message_of(cudaGetDevice(&current));
     return error || current == device ? error : message_of(cudaSetDevice(device));
 }
-
-} // namespace
 
 int device_of(const void * memory, int usual) {
     cudaPointerAttributes of = {};

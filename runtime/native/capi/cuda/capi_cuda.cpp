@@ -74,11 +74,21 @@ void add_heads(const subkv_cuda_head * heads, int32_t n, int32_t d, bool value, 
     }
 }
 
+// Throws Invalid for a launch's error message.
+void check(const char * function, const char * error) {
+    if (error) {
+        fail("%s: expected a launch, found %s", function, error);
+    }
+}
+
+// Returns a layer that can run, and makes its device the current one, which another library of CUDA's runtime may not
+// have told ours. Throws Invalid.
 const subkv_cuda_layer & placed(const subkv_cuda_layer * layer, const char * function) {
     if (!layer || !layer->placed) {
         fail("%s: layer: expected one with tables (subkv_cuda_place_tables), found %s", function,
              layer ? "none yet" : "NULL");
     }
+    check(function, cuda::use_device(layer->device));
     return *layer;
 }
 
@@ -168,13 +178,6 @@ cuda::Prompt prompt_of(const cuda::Combine & c) {
     p.n_rows       = c.a.n_kv + p.n_slots + c.a.n_tps;
     p.n_heads      = c.a.layer.n_head_kv;
     return p;
-}
-
-// Throws Invalid for a launch's error message.
-void check(const char * function, const char * error) {
-    if (error) {
-        fail("%s: expected a launch, found %s", function, error);
-    }
 }
 
 } // namespace
