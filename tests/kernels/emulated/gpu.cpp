@@ -343,7 +343,7 @@ const char * backend_name(ggml_backend_t backend) {
 
 void backend_free(ggml_backend_t backend) {
     auto * mine = (Backend *) backend->context;
-    finish(*mine);
+    wait_for(nullptr); // also for copies from this backend, which another one has still to do
     {
         const std::lock_guard<std::mutex> lock(queues);
         backends.erase(std::find(backends.begin(), backends.end(), mine));
