@@ -55,7 +55,8 @@ def device(kernels: ctypes.CDLL | None, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     monkeypatch.setattr(cuda_kernels, "native", lambda: kernels)
     monkeypatch.setattr(library, "last_error", lambda: (kernels.subkv_last_error() or b"").decode())
-    monkeypatch.setattr(subspace, "choose", lambda device, name: ours if name == "cuda" else torch_kernels.IN_TORCH)
+    in_torch = torch_kernels.IN_TORCH
+    monkeypatch.setattr(subspace, "choose", lambda device, codecs, name: ours if name == "cuda" else in_torch)
     return CPU
 
 
@@ -247,15 +248,48 @@ def test_a_row_that_is_not_finite(small: tuple[Any, Any], device: Any, n: int) -
 
 
 def test_choice(llama: tuple[Any, SubspaceCache], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, codecs = torch.device("cuda"), (None, None)
     with pytest.raises(CacheError, match="^kernel: expected a CUDA device for 'cuda', found device cpu$"):
-        torch_kernels.choose(CPU, "cuda")
-    gpu = torch.device("cuda")
+        torch_kernels.choose(CPU, codecs, "cuda")
     monkeypatch.setattr(cuda_kernels, "lacking", lambda: "none")
     with pytest.raises(CacheError, match="expected a build with -DGGML_CUDA=ON for 'cuda', found kernels: none$"):
-        torch_kernels.choose(gpu, "cuda")
+        torch_kernels.choose(gpu, codecs, "cuda")
     monkeypatch.setattr(cuda_kernels, "lacking", lambda: None)
-    assert torch_kernels.choose(gpu, "cuda").name == "cuda"
+    assert torch_kernels.choose(gpu, codecs, "cuda").name == "cuda"
     assert SubspaceCache(llama[1].bases, kernel="cuda").kv_stats().kernel == "none yet"
+
+
+def test_trial(
+    small: tuple[Any, Any], device: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kernels that nobody named run only if they agree with torch's; a warning names those that do not."""
+    layer = SubspaceCache(small[1], kernel="cuda")._coded[0]
+    codecs = layer.codecs[0].to(device), layer.codecs[1].to(device)
+    kernels = torch_kernels._made("cuda")
+    assert torch_kernels.trial(kernels, codecs, device) is None
+
+    def attend(*arguments: Any) -> Any:
+        return 1.2 * cuda_kernels.attend(*arguments)
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("no kernel image")
+
+    wrong, broken = (dataclasses.replace(kernels, attend=function) for function in (attend, failing))
+    gpu, made = torch.device("cuda", 7), {"cuda": kernels, "triton": wrong}
+    monkeypatch.setattr(torch_kernels, "_CHOSEN", {})
+    monkeypatch.setattr(torch_kernels, "_lacking", lambda name, device: None)
+    monkeypatch.setattr(torch_kernels, "_made", made.__getitem__)
+    on_device = torch_kernels.trial
+    monkeypatch.setattr(torch_kernels, "trial", lambda kernels, codecs, _: on_device(kernels, codecs, device))
+    assert torch_kernels.choose(gpu, codecs) is kernels
+    made["cuda"] = broken
+    assert torch_kernels.choose(gpu, codecs) is kernels  # was chosen for this device
+    assert not caplog.messages
+    assert torch_kernels.choose(torch.device("cuda", 8), codecs) is torch_kernels.IN_TORCH
+    assert caplog.messages == [
+        "kernel: cuda is not used on device cuda:8: RuntimeError: no kernel image",
+        "kernel: triton is not used on device cuda:8: expected outputs within 0.1 of torch's, found a distance of 0.2",
+    ]
 
 
 def test_refusals() -> None:

@@ -29,6 +29,11 @@ build, llama = test_subspace.build, test_subspace.llama
 CPU = torch.device("cpu")
 
 
+def choose(device: Any, name: str | None = None) -> Any:
+    """torch_kernels.choose without a trial."""
+    return torch_kernels.choose(device, (None, None), name)
+
+
 @pytest.fixture
 def small(llama: tuple[Any, SubspaceCache]) -> tuple[Any, Any]:
     """A model, and bases with a window so small that short texts have coded cells."""
@@ -45,8 +50,8 @@ def encoding_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         return n_bad
 
     both = torch_kernels.side_by_side(encode)
-    kernels = dataclasses.replace(torch_kernels.choose(CPU, "triton"), encode=both)
-    monkeypatch.setattr(subspace, "choose", lambda device, name: kernels if name else torch_kernels.IN_TORCH)
+    kernels = dataclasses.replace(choose(CPU, "triton"), encode=both)
+    monkeypatch.setattr(subspace, "choose", lambda device, codecs, name: kernels if name else torch_kernels.IN_TORCH)
 
 
 def in_both(model: Any, bases: Any, *arguments: Any) -> tuple[Any, Any, SubspaceCache]:
@@ -129,17 +134,22 @@ def test_choice_of_kernels(small: tuple[Any, Any], monkeypatch: pytest.MonkeyPat
 
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert torch_kernels.choose(gpu).name == "triton"
-    assert torch_kernels.choose(gpu, "torch").name == "torch"
-    assert torch_kernels.choose(CPU).name == "torch"
+    chosen: dict[Any, Any] = {}
+    monkeypatch.setattr(torch_kernels, "_CHOSEN", chosen)
+    monkeypatch.setattr(torch_kernels, "trial", lambda kernels, codecs, device: None)
+    assert choose(gpu).name == "triton"
+    assert choose(gpu, "torch").name == "torch"
+    assert choose(CPU).name == "torch"
+    chosen.clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
-    assert torch_kernels.choose(gpu).name == "torch"
+    assert choose(gpu).name == "torch"
     with pytest.raises(CacheError, match="kernel: expected a device of compute capability 7.5 for 'triton', .* 6.1"):
-        torch_kernels.choose(gpu, "triton")
+        choose(gpu, "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(CacheError, match="expected a CUDA device or TRITON_INTERPRET=1 for 'triton', found device cpu"):
-        torch_kernels.choose(CPU, "triton")
+        choose(CPU, "triton")
+    chosen.clear()
     monkeypatch.setattr(torch_kernels.importlib.util, "find_spec", lambda name: None)
-    assert torch_kernels.choose(gpu).name == "torch"
+    assert choose(gpu).name == "torch"
     with pytest.raises(CacheError, match="kernel: expected package triton for 'triton', found none"):
-        torch_kernels.choose(gpu, "triton")
+        choose(gpu, "triton")

@@ -4,9 +4,10 @@
     cache = subkv.SubspaceCache.from_model(model)    # bases from the weights
     model.generate(**inputs, past_key_values=cache)
 
-Layout, codes and exact window are those of the native engine. On a CUDA device with package triton, the kernels of
-subkv_triton are used, whose rows are whole words, on request those of libsubkv, whose rows are tiles; otherwise torch
-computes in float32 on the model's device (see kv_stats().kernel). The window has the model's dtype. Layers without
+Layout, codes and exact window are those of the native engine. On a CUDA device the kernels of libsubkv are used if it
+was built with CUDA, whose rows are tiles, or with package triton those of subkv_triton, whose rows are whole words,
+both after a trial (kernels.py); otherwise torch computes in float32 on the model's device (see kv_stats().kernel). The
+window has the model's dtype. Layers without
 bases (sliding windows) keep transformers' own layer cache. Both functions set the model's attention function to
 "subkv", which with any other cache, or none, computes the same as "sdpa". Importing this module does not change
 transformers or other models.
@@ -71,7 +72,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         """Empty tensors of the shapes, dtype and device of the first keys and values."""
         batch, device = len(key_states), key_states.device
         self.codecs = (self.codecs[0].to(device), self.codecs[1].to(device))
-        self.kernels = choose(device, self._kernel)
+        self.kernels = choose(device, self.codecs, self._kernel)
         for side, codec, x in zip("kv", self.codecs, (key_states, value_states), strict=True):
             if x.shape[1] != len(codec.mean) or x.shape[-1] != codec.d:
                 raise CacheError(
@@ -246,7 +247,10 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
     """
 
     def __init__(self, bases: Bases, *, kernel: str | None = None) -> None:
-        """kernel: "torch", "triton" or "cuda" (libsubkv built with CUDA); default by device. Raises CacheError."""
+        """kernel: "torch", "triton" or "cuda" (libsubkv built with CUDA); default: by a trial on the device.
+
+        Raises CacheError.
+        """
         check(kernel)
         layers = transformers.DynamicCache(config=bases.config).layers
         for il, codecs in bases.layers.items():

@@ -1,11 +1,13 @@
-"""Chooses the kernels of a layer of `subkv.SubspaceCache`: Triton's on CUDA devices, else torch's.
+"""Chooses the kernels of a layer of `subkv.SubspaceCache`: libsubkv's or Triton's on CUDA devices, else torch's.
 
-libsubkv's kernels for CUDA are used only on request, because no GPU has run them from torch yet.
+No GPU has run libsubkv's from torch, and Triton's run on many kinds of GPUs. So kernels that nobody named are tried on
+each device first, and used only if they agree with torch's.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +19,13 @@ from subkv.base.errors import CacheError
 from subkv.torch.attend import Cells, Logits, attend
 from subkv.torch.rows import Pair, RowCodec
 
+LOG = logging.getLogger(__name__)
 TORCH, TRITON, CUDA = NAMES = "torch", "triton", "cuda"
 CAPABILITY = (7, 5)  # minimum compute capability, as in kernels/cuda
+
+# A trial: cells of each of two sequences, the last ones that are exact, the queries of each call, and the largest
+# distance of outputs relative to their norm. Rounding may change a few codes, mostly to others of equal cost.
+N_TRIED, N_EXACT, TRIED_QUERIES, TRIAL_ERROR = 140, 50, (1, 5, 40), 0.1
 
 
 @dataclass(frozen=True)
@@ -62,43 +69,93 @@ def check(name: str | None) -> None:
         raise CacheError("kernel", f"expected {TORCH!r}, {TRITON!r}, {CUDA!r} or None, found {name!r}")
 
 
-def choose(device: torch.device, name: str | None = None) -> Kernels:
-    """The kernels of this name; None: Triton's on a CUDA device if they run there, else torch's.
+def choose(device: torch.device, codecs: Pair[RowCodec], name: str | None = None) -> Kernels:
+    """The kernels of this name; None: the first that agree with torch's on the device, of libsubkv's, Triton's, torch's.
 
-    Raises CacheError if Triton's or libsubkv's are requested and cannot run.
+    codecs: of keys and values of a layer on the device. Raises CacheError if requested kernels cannot run.
     """
     check(name)
-    if name == TORCH or (name is None and device.type != "cuda"):
-        return IN_TORCH
+    if name is None:
+        if device not in _CHOSEN:
+            _CHOSEN[device] = _agreeing(device, codecs) if device.type == "cuda" else IN_TORCH
+        return _CHOSEN[device]
+    if lacking := _lacking(name, device):
+        raise CacheError("kernel", f"expected {lacking[0]} for {name!r}, found {lacking[1]}")
+    return _made(name)
+
+
+_CHOSEN: dict[torch.device, Kernels] = {}  # that nobody named
+
+
+def _agreeing(device: torch.device, codecs: Pair[RowCodec]) -> Kernels:
+    for name in (CUDA, TRITON):
+        if _lacking(name, device) is None:
+            kernels = _made(name)
+            reason = trial(kernels, codecs, device)
+            if reason is None:
+                return kernels
+            LOG.warning("kernel: %s is not used on device %s: %s", name, device, reason)
+    return IN_TORCH
+
+
+def trial(kernels: Kernels, codecs: Pair[RowCodec], device: torch.device) -> str | None:
+    """Why these kernels must not be used unasked: they fail, or differ from torch's on random rows. None: they agree."""
+    rng = torch.Generator().manual_seed(0)
+    n_head = len(codecs[0].bands)
+    k, v = (torch.randn(2, n_head, N_TRIED, codec.d, generator=rng).to(device) for codec in codecs)
+    q = torch.randn(2, 2 * n_head, N_TRIED, codecs[0].d, generator=rng).to(device)
+
+    def outputs(of: Kernels) -> list[Tensor]:
+        room = -(-N_TRIED // 64) * 64  # whole tiles
+        rows_k, rows_v = (
+            torch.zeros(2, room, of.row_bytes(codec), dtype=torch.uint8, device=device) for codec in codecs
+        )
+        of.encode(codecs, (k, v), (rows_k, rows_v), 0)
+        window = k[:, :, :0], v[:, :, :0], k[:, :, -N_EXACT:], v[:, :, -N_EXACT:]
+        start = torch.zeros(2, dtype=torch.int64, device=device)
+        cells = Cells(*codecs, rows_k, rows_v, *window, start, n_cells=N_TRIED, n_recent=8)
+        return [of.attend(q[:, :, -n:], cells, None, Logits(codecs[0].d ** -0.5)) for n in TRIED_QUERIES]
+
+    try:
+        for actual, expected in zip(outputs(kernels), outputs(IN_TORCH), strict=True):
+            error = float((actual - expected).norm() / expected.norm())
+            if not error <= TRIAL_ERROR:
+                return f"expected outputs within {TRIAL_ERROR} of torch's, found a distance of {error:.2g}"
+    except Exception as e:  # of a compiler, a driver, or the kernels
+        return f"{type(e).__name__}: {e}"
+    return None
+
+
+def _made(name: str) -> Kernels:
     if name == CUDA:
-        return _in_libsubkv(device)
-    lacking = _lacking(device)
-    if lacking is None:
+        from subkv.torch import cuda_kernels  # loads libsubkv
+
+        return Kernels(CUDA, cuda_kernels.row_bytes, cuda_kernels.encode, cuda_kernels.attend)
+    if name == TRITON:
         from subkv.torch import triton_kernels  # imports triton, which some platforms lack
 
         return Kernels(TRITON, triton_kernels.row_bytes, side_by_side(triton_kernels.encode), triton_kernels.attend)
-    if name is None:
-        return IN_TORCH
-    raise CacheError("kernel", f"expected {lacking[0]} for {TRITON!r}, found {lacking[1]}")
+    return IN_TORCH
 
 
-def _in_libsubkv(device: torch.device) -> Kernels:
-    from subkv.torch import cuda_kernels  # loads libsubkv
-
-    if device.type != "cuda":
-        raise CacheError("kernel", f"expected a CUDA device for {CUDA!r}, found device {device.type}")
-    if found := cuda_kernels.lacking():
-        raise CacheError("kernel", f"expected a build with -DGGML_CUDA=ON for {CUDA!r}, found kernels: {found}")
-    return Kernels(CUDA, cuda_kernels.row_bytes, cuda_kernels.encode, cuda_kernels.attend)
-
-
-def _lacking(device: torch.device) -> tuple[str, str] | None:
-    """The missing requirement of Triton's kernels, and the present state; None if they run."""
-    if importlib.util.find_spec("triton") is None:
+def _lacking(name: str, device: torch.device) -> tuple[str, str] | None:
+    """The missing requirement of kernels, and the present state; None if they run."""
+    if name == TORCH:
+        return None
+    if name == TRITON and importlib.util.find_spec("triton") is None:
         return "package triton", "none"
     if device.type != "cuda":
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        return None if interpreted else ("a CUDA device or TRITON_INTERPRET=1", f"device {device.type}")
+        if name == TRITON and os.environ.get("TRITON_INTERPRET") == "1":
+            return None
+        return f"a CUDA device{' or TRITON_INTERPRET=1' if name == TRITON else ''}", f"device {device.type}"
+    if name == CUDA:
+        from subkv.torch import cuda_kernels
+
+        try:
+            found = cuda_kernels.lacking()
+        except ImportError as e:  # no libsubkv, or not with this libllama
+            found = str(e)
+        return ("a build with -DGGML_CUDA=ON", f"kernels: {found}") if found else None
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY:
         return "a device of compute capability 7.5", f"one of {capability[0]}.{capability[1]}"
