@@ -210,6 +210,24 @@ def test_pickling_keeps_every_argument(coded_model: Models) -> None:
         assert copy(TEXT, **GREEDY)["choices"] == text
 
 
+@pytest.mark.parametrize(
+    "given", [{"kv_cache": "subkv:4.5"}, {"type_k": "subkv:4.5"}, {"kv_bits": 4.5}, {"kv_cache": "subkv"}]
+)
+def test_pickling_keeps_the_bits(tiny_model: Models, given: dict[str, Any]) -> None:
+    with opened(tiny_model(), **given) as llm, pickle.loads(pickle.dumps(llm)) as copy:
+        assert copy.identity() == llm.identity()
+        assert (copy.identity()["kv_bits"] == "4.5") == (given != {"kv_cache": "subkv"})
+        llm.eval(prompt(20))
+        copy.load_state(llm.save_state())
+
+
+def test_bases_without_a_coded_cache_are_refused(coded_model: Models, tiny_model: Models) -> None:
+    with pytest.raises(SubkvError, match=r"^bases: expected a coefficient cache \('subkv'\), found f16$"):
+        Llama(tiny_model(), kv_cache="f16", bases=coded_model(), verbose=False)
+    with opened(coded_model(), kv_cache=None) as llm:  # as without the argument
+        assert llm.cache_choice.coded
+
+
 def test_a_context_size_that_is_rounded_up(coded_model: Models) -> None:
     with opened(coded_model(), n_ctx=300, logits_all=True) as llm, opened(coded_model(), n_ctx=512) as whole:
         assert (llm.n_ctx(), llm.kv_stats().n_cells) == (512, 512)
@@ -220,6 +238,21 @@ def test_a_context_size_that_is_rounded_up(coded_model: Models) -> None:
 def test_a_vocabulary_alone(coded_model: Models) -> None:
     with Llama(coded_model(), vocab_only=True, verbose=False) as llm:
         assert llm.detokenize(llm.tokenize(b"the cat")) == b"the cat"
+        text = [{"role": "user", "content": "the cat"}]
+        needs_weights: list[Callable[[], Any]] = [
+            llm.kv_stats,
+            llm.adapt_stats,
+            llm.bases_report,
+            llm.fingerprint,
+            lambda: llm.eval([1, 2]),
+            lambda: llm("the cat"),
+            lambda: next(iter(llm.generate([1, 2]))),
+            lambda: llm.create_chat_completion(text),
+            lambda: llm.embed("the cat"),
+        ]
+        for call in needs_weights:
+            with pytest.raises((SubkvError, RuntimeError)):
+                call()
 
 
 def test_reset_forgets(coded_model: Models) -> None:

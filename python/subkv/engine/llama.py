@@ -57,6 +57,7 @@ from subkv.engine.stats import KVStats, context_stats
 from subkv.format.adapt import AdaptStats, adapt_stats, report
 from subkv.format.window import Window
 from subkv.native import library
+from subkv.native.bases import AUTO
 from subkv.native.binding import C, LogLines, captured_log, last_error, last_log_error, llama_cpp, loading
 from subkv.native.gguf import check_model_file, sha256
 from subkv.native.store import Found
@@ -73,6 +74,8 @@ def _choose(
     """The cache that the arguments request, with room for drafts. arguments: of the parent class. Raises SubkvError."""
     derive = not (arguments["embedding"] or arguments["vocab_only"])  # these read a cache once, or have none
     choice = with_room_for_drafts(choose_cache(path, requested, derive), requested.window, n_draft)
+    if requested.bases is not None and not choice.coded:
+        raise CacheError("bases", f"expected a coefficient cache ('subkv'), found {choice.name}")
     if requested.kv_memory is None:
         return choice
     return fitted(path, requested, choice, expected_params(arguments, choice, flash_attention(flash_attn, choice)))
@@ -117,7 +120,7 @@ class Llama(llama_cpp.Llama):
         self,
         model_path: str | os.PathLike[str],
         *,
-        kv_cache: str = "auto",
+        kv_cache: str | None = "auto",
         bases: str | os.PathLike[str] | None = None,
         n_sink: int | None = None,
         n_recent: int | None = None,
@@ -142,7 +145,7 @@ class Llama(llama_cpp.Llama):
         draft = as_draft_model(kwargs.pop("draft_model", None))
         n_draft = draft_length(draft, arguments["n_batch"])
         requested = CacheRequest(
-            kv_cache,
+            AUTO if kv_cache is None else kv_cache,
             type_k,
             type_v,
             None if bases is None else checked_path("bases", bases),
@@ -157,6 +160,8 @@ class Llama(llama_cpp.Llama):
             choice, requested, lambda chosen: self._open(path, chosen, flash_attn, progress, arguments, kwargs)
         )
         own = replace(requested, kv_cache=choice.name if choice.coded else "f16").arguments()
+        if choice.coded and requested.kv_memory is None and choice.budget != choice.budget_default:
+            own["kv_bits"] = float(f"{choice.budget:g}")  # also that of kv_cache="subkv:4.25"
         self._arguments = own | {"flash_attn": flash_attn, "progress": progress, "prompt_cache": prompt_cache}
         self._complete(path, arguments)
         self.set_cache(store)
@@ -317,12 +322,19 @@ class Llama(llama_cpp.Llama):
         """The cache of this context."""
         return self._choice
 
+    def _require_weights(self) -> None:
+        """llama.cpp ends the process where it needs layers of a model that was loaded without them."""
+        if self._model_params.vocab_only:
+            raise SubkvError("vocab_only", "expected a model with its weights, found its vocabulary alone")
+
     def kv_stats(self) -> KVStats:
         """Allocated bytes of the KV cache, and the size of an f16 cache."""
+        self._require_weights()
         return context_stats(self._model.model, self._ctx.ctx, self._choice, self._kv_log)
 
     def adapt_stats(self) -> list[AdaptStats]:
         """Statistics of adaptive bases per layer and side; empty without them."""
+        self._require_weights()
         return adapt_stats(self._ctx.ctx, C.llama_model_n_layer(self._model.model))
 
     def bases_report(self) -> dict[str, str]:
@@ -365,6 +377,7 @@ class Llama(llama_cpp.Llama):
 
     def _eval(self, tokens: list[int], n_draft: int) -> None:
         """As eval(); the last n_draft tokens are a draft: they and the token before them need logits."""
+        self._require_weights()
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise CacheError(
                 "n_ctx", f"expected at most {self._n_ctx} tokens in the context, found {self.n_tokens + len(tokens)}"

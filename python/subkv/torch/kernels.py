@@ -70,7 +70,7 @@ def check(name: str | None) -> None:
 
 
 def choose(device: torch.device, codecs: Pair[RowCodec], name: str | None = None) -> Kernels:
-    """The kernels of this name; None: the first that agree with torch's on the device, of libsubkv's, Triton's, torch's.
+    """The kernels of this name; None: of libsubkv's, Triton's and torch's, the first that agree with torch's there.
 
     codecs: of keys and values of a layer on the device. Raises CacheError if requested kernels cannot run.
     """
@@ -99,7 +99,7 @@ def _agreeing(device: torch.device, codecs: Pair[RowCodec]) -> Kernels:
 
 
 def trial(kernels: Kernels, codecs: Pair[RowCodec], device: torch.device) -> str | None:
-    """Why these kernels must not be used unasked: they fail, or differ from torch's on random rows. None: they agree."""
+    """Why kernels must not be used unasked: they fail, or differ from torch's on random rows. None: they agree."""
     rng = torch.Generator().manual_seed(0)
     n_head = len(codecs[0].bands)
     k, v = (torch.randn(2, n_head, N_TRIED, codec.d, generator=rng).to(device) for codec in codecs)
