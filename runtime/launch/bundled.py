@@ -40,11 +40,14 @@ if folders:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What runs a program. kind: NODE or PYTHON; path: of the interpreter; script: the program's text, if it is one."""
+    """What runs a program. kind: NODE or PYTHON; path: of the interpreter; script: the program's text, if it is one;
+    options: of the interpreter in the first line of the text.
+    """
 
     kind: str
     path: Path
     script: Path | None = None
+    options: tuple[str, ...] = ()
 
 
 def pinned() -> str | None:
@@ -75,7 +78,7 @@ def interpreter_of(path: Path, environment: Mapping[str, str]) -> Interpreter | 
         words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
     found = shutil.which(words[0], path=environment.get("PATH")) if words else None
     kind = _kind(Path(found)) if found else ""
-    return Interpreter(kind, Path(found), script) if found and kind else None
+    return Interpreter(kind, Path(found), script, tuple(words[1:])) if found and kind else None
 
 
 def _kind(path: Path) -> str:
@@ -98,10 +101,12 @@ def python_package(python: Path, folder: Path, environment: Mapping[str, str]) -
 
     folder: of the program, where Python looks first.
     """
+    path = environment.get("PYTHONPATH")  # relative to the current folder
+    own = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))} if path else {}
     try:
         done = subprocess.run(
-            [python, "-c", _ASK, folder],
-            env=dict(environment),
+            [os.path.abspath(python), "-c", _ASK, folder],  # not resolved, because the link tells the environment
+            env={**environment, **own},
             cwd=python.resolve().parent,  # where Python looks for modules at first: not in a folder of others
             capture_output=True,
             text=True,
@@ -141,8 +146,41 @@ def bundled_libllama(path: Path, arguments: Sequence[str], environment: Mapping[
 
 def _folder(interpreter: Interpreter, arguments: Sequence[str]) -> Path:
     """The folder of a program's text: of the script, or of the first argument that is a file; else the current one."""
+    if interpreter.kind == PYTHON and not interpreter.script:
+        return python_command(arguments).folder
     files = [interpreter.script] if interpreter.script else [Path(word) for word in arguments if _is_file(word)]
     return files[0].resolve().parent if files else Path.cwd()
+
+
+@dataclass(frozen=True)
+class PythonCommand:
+    """What a command line tells Python. folder: where it looks for modules first; isolated: it reads no PYTHON…
+    variables.
+    """
+
+    folder: Path
+    isolated: bool
+
+
+def python_command(arguments: Sequence[str]) -> PythonCommand:
+    """The arguments of Python up to a script, -m or -c."""
+    isolated, words = False, iter(arguments)
+    for word in words:
+        if word == "-" or not word.startswith("-"):
+            text = Path(word).resolve()
+            return PythonCommand(text if text.is_dir() else text.parent, isolated)
+        if word.startswith("--"):
+            if word == "--check-hash-based-pycs":
+                next(words, None)
+            continue
+        flags = re.match(r"-[bBdEhiIOPqRsStuvVx?]*", word)
+        isolated = isolated or bool(flags and {"E", "I"} & set(flags[0]))
+        rest = word[flags.end() :] if flags else ""
+        if rest[:1] in ("m", "c"):
+            break
+        if rest in ("W", "X"):  # their value is the next word
+            next(words, None)
+    return PythonCommand(Path.cwd(), isolated)
 
 
 def _is_file(word: str) -> bool:

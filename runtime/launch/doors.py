@@ -12,7 +12,7 @@ from pathlib import Path
 
 from runtime.launch import programs
 from runtime.launch.arguments import ProgramArguments, is_llama_cpp_program, program_name, split_devices
-from runtime.launch.bundled import bundled_libllama, pinned, script_of
+from runtime.launch.bundled import PYTHON, bundled_libllama, interpreter_of, pinned, python_command, script_of
 from runtime.launch.variables import LIBRARY_PATH
 from subkv.base.errors import SubkvError
 from subkv.base.folders import COMMAND
@@ -23,6 +23,7 @@ DEVICE, DEVICES = "SUBKV", "LLAMA_ARG_DEVICE"  # the plug-in's device; the varia
 OLLAMA_FLASH, OLLAMA_TYPE = "OLLAMA_FLASH_ATTENTION", "OLLAMA_KV_CACHE_TYPE"
 _LATER = f"; {DEVICES}: all layers on the CPU"
 IN_PYTHON = Path(__file__).resolve().parent / "in_python"  # for PYTHONPATH
+OURS = "SUBKV_LLAMA_CPP"  # for in_python: the version of llama-cpp-python that our libraries fit, and their folder
 _GPUS = "cuda|hip|musa|vulkan|sycl|opencl|openvino|cann|metal|webgpu|hexagon|et"
 _MISFIT = """
 import ctypes, sys
@@ -74,9 +75,9 @@ def ggml_misfit(base: Path, registry: Path, plugin: Path) -> str:
     return f"its ggml does not fit the plug-in ({lines[-1] if lines else f'exit code {done.returncode}'})"
 
 
-def our_door(libraries: Path, listed: str | None, alone: str | None) -> Door:
+def our_door(libraries: Path, listed: str | None, alone: str | None, environment: Mapping[str, str]) -> Door:
     """The door of a program that uses our libraries. listed: its libraries with our folder in the search path, alone:
-    without it; None: unknown, "": it has none, as a script.
+    without it; None: unknown, "": it has none, as a script. environment: the user's.
 
     Another program does not get the search path, because a llama.cpp that it loads later would find our libraries.
     """
@@ -85,6 +86,7 @@ def our_door(libraries: Path, listed: str | None, alone: str | None) -> Door:
             None,
             f"loads no llama.cpp when it starts; a llama-cpp-python of version {pinned()} in it uses our libraries in "
             f"{libraries}; if it loads another llama.cpp later, start it by `{COMMAND} run --plugin`",
+            variables=guard_variables(libraries, environment),
         )
     found = programs.library_in(alone or "", "libllama")  # by a path of the program
     return Door(None, f"finds our libraries in {libraries}", search=not found or found[1].parent.resolve() != libraries)
@@ -104,6 +106,26 @@ def _later_door(libllama: Path, libraries: Path, path: Path, environment: Mappin
     assert listed is not None
     why = f"brings {libllama}, whose ggml loads the plug-in{_LATER}{_beside_a_gpu(listed)}"
     return Door(plugin_file(libraries), why, by_name=True, variables=python_variables(environment))
+
+
+def guard_variables(libraries: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which a llama-cpp-python of another version than ours, which a program starts or imports in a way
+    that we cannot see, loads its own llama.cpp with the plug-in instead of our libraries.
+    """
+    version = pinned()
+    return {OURS: f"{version}:{libraries}", **python_variables(environment)} if version else {}
+
+
+def _require_variables(path: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Raises SubkvError about a Python that would not read PYTHONPATH, by which the plug-in gets into it."""
+    interpreter = interpreter_of(path, environment)
+    if interpreter is None or interpreter.kind != PYTHON:
+        return
+    if python_command([*interpreter.options, *(() if interpreter.script else arguments)]).isolated:
+        raise SubkvError(
+            "program",
+            f"expected a Python that reads PYTHONPATH, by which it gets the plug-in, found {path} with -I or -E",
+        )
 
 
 def python_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -136,20 +158,22 @@ def choose_door(
         found = f"{path}, which has the coefficient cache already and needs no plug-in"
         raise SubkvError("program", f"expected one that loads an unpatched llama.cpp, found {found}")
     if plugin and not other:  # as node and Python, which load a llama.cpp later
+        _require_variables(path, arguments, environment)
         why = "gets the plug-in, which the llama.cpp that it loads must be able to load"
         variables = python_variables(environment)
         return Door(plugin_file(libraries), f"{why}{_LATER}", by_name=True, variables=variables)
     if not (plugin or is_llama_cpp_program(program)) and programs.library_in(listed or "", "libllama") is None:
         bundled = bundled_libllama(path, arguments, environment)
         if bundled and bundled.parent.resolve() != libraries:
+            _require_variables(path, arguments, environment)
             return _later_door(bundled, libraries, path, environment)
         if script_of(path) is not None:
-            return our_door(libraries, "", "")
+            return our_door(libraries, "", "", environment)
     # llama.cpp's programs need the libraries of their own version, also where ours have the same names
     if not plugin and (not (other and is_llama_cpp_program(program)) or _is_patched(listed)):
         with_ours = programs.listed_libraries(path, with_libraries)
         if not programs.other_llama_cpp(program, path, libraries, with_ours):
-            return our_door(libraries, with_ours, listed)
+            return our_door(libraries, with_ours, listed, environment)
     if listed is None:
         other, reason = "does not start", "a shared library that it needs is missing"
     else:
@@ -262,7 +286,7 @@ def door_environment(door: Door, read: ProgramArguments) -> dict[str, str]:
     Raises as plugin_variables() and device_variables().
     """
     if door.plugin is None:
-        return dict(read.environment)
+        return {**read.environment, **door.variables}
     if read.ordinary:  # the plug-in's device would take its layers
         return without_plugin(read.environment)
     devices = {} if read.prints else device_variables(door, read.devices)

@@ -13,7 +13,15 @@ import click
 from runtime import options
 from runtime.launch.arguments import split_devices
 from runtime.launch.bundled import other_package, pinned
-from runtime.launch.doors import DEVICES, Door, device_variables, plugin_file, plugin_variables, python_variables
+from runtime.launch.doors import (
+    DEVICES,
+    Door,
+    device_variables,
+    guard_variables,
+    plugin_file,
+    plugin_variables,
+    python_variables,
+)
 from runtime.launch.variables import (
     ANY_MODEL,
     cache_variables,
@@ -108,7 +116,8 @@ def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> N
         notes = [line.replace("-ctk f16 uses none", "SUBKV=off: f16") for line in notes]
         variables |= device_variables(Door(file, "", by_name=True), split_devices(devices) if devices else ())
     elif service or (other := _other_python(os.environ | path)) is None:
-        variables = path | library_variables(libraries) | variables
+        guard = {} if service else guard_variables(libraries, os.environ)
+        variables = path | library_variables(libraries) | guard | variables
     else:
         variables = path | variables
         notes.append(

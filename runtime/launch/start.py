@@ -148,8 +148,8 @@ def find_program(
     path = programs.find(program, libraries, environment.get("PATH"), not plugin)
     if ours:
         programs.check(program, path, libraries, searched)
-        listed = [programs.listed_libraries(path, variables) for variables in (searched, own)]
-        door = doors.our_door(libraries, *listed)
+        with_ours, alone = (programs.listed_libraries(path, variables) for variables in (searched, own))
+        door = doors.our_door(libraries, with_ours, alone, own)
     else:
         door = doors.choose_door(program, path, libraries, own, searched, plugin, arguments)
     return Program(program, path, own if door.plugin else searched if door.search else known, door)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from each import each
 
 from runtime import cli
 from runtime.launch import bundled, doors, start
@@ -240,6 +241,69 @@ def test_python_of_another_version_brings_its_llama_cpp(tmp_path: Path, monkeypa
         start.find_program(sys.executable, dict(os.environ))
     (package / "__init__.py").write_text(f'__version__ = "{bundled.pinned()}"\n')
     assert start.find_program(sys.executable, dict(os.environ)).door.plugin is None
+
+
+def test_python_named_relative_to_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "packages" / "llama_cpp"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('__version__ = "0.2.1"\n')
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    found = bundled.python_package(Path("bin/python"), tmp_path, {**os.environ, "PYTHONPATH": "packages"})
+    assert found == (package, "0.2.1")
+
+
+@each(
+    "command,folder,isolated",
+    [
+        ("app/x.py y.txt", "app", False),
+        ("-W error -Xdev -X dev -Bu app/x.py", "app", False),
+        ("-m x app/x.py", ".", False),
+        ("-Ic pass app/x.py", ".", True),
+        ("--check-hash-based-pycs always -E app", "app", True),
+        ("-um x", ".", False),
+        ("- app/x.py", ".", False),
+        ("", ".", False),
+    ],
+)
+def test_arguments_of_python(
+    command: str, folder: str, isolated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "app").mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    expected = bundled.PythonCommand((tmp_path / folder).resolve(), isolated)
+    assert bundled.python_command(command.split()) == expected
+
+
+def test_a_wrapper_starts_python_of_another_version(tmp_path: Path) -> None:
+    """It imports its own llama.cpp and the plug-in, not our libraries, whose structures it may not know."""
+    package = tmp_path / "llama_cpp"
+    package.mkdir()
+    show = "import json, os; print(json.dumps(dict(os.environ)))"
+    (package / "llama_cpp.py").write_text(show)
+    (tmp_path / "app.py").write_text("import llama_cpp")
+    for version in ("0.2.1", bundled.pinned()):
+        (package / "__init__.py").write_text(f'__version__ = "{version}"\nfrom .llama_cpp import *\n')
+        variables = variables_of(Path("/usr/bin/env"), sys.executable, tmp_path / "app.py")
+        said = f"llama-cpp-python {version} is not {bundled.pinned()} and loads its own llama.cpp"
+        assert has_plugin(variables) == (said in variables["stderr"]) == (version == "0.2.1")
+    assert variables["LLAMA_CPP_LIB_PATH"] == str(OURS)
+
+
+def test_python_that_reads_no_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "packages" / "llama_cpp"
+    library_of_others(package / "lib")
+    (package / "__init__.py").write_text('__version__ = "0.2.1"\n')
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")]))
+    text = tmp_path / "app"
+    text.write_text(f"#!{sys.executable} -E\n")
+    text.chmod(0o755)
+    for program, arguments in ((sys.executable, ["-I", "-c", "pass"]), (str(text), [])):
+        with pytest.raises(SubkvError, match="expected a Python that reads PYTHONPATH, .* with -I or -E"):
+            start.find_program(program, dict(os.environ), arguments=arguments)
+        with pytest.raises(SubkvError, match="expected a Python that reads PYTHONPATH, .* with -I or -E"):
+            start.find_program(program, dict(os.environ), plugin=True, arguments=arguments)
 
 
 @pytest.mark.parametrize("where", ["resources/app.asar.unpacked/node_modules/x", "."])

@@ -20,6 +20,7 @@ from each import each
 
 from runtime import cli
 from runtime.launch import env
+from runtime.launch.doors import guard_variables
 from runtime.launch.variables import LIBRARY_PATH
 from subkv.base.errors import SubkvError
 from subkv.native.bases import sidecar_folder, sidecar_path
@@ -381,6 +382,7 @@ def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         *([f"export PATH='{lib_dir()}:/usr/bin:/bin'"] if has_programs else []),
         f"export LLAMA_CPP_LIB_PATH='{lib_dir()}'",
         *(f"export {name}='{value}'" for name, value in mtmd_variable(lib_dir()).items()),
+        *(f"export {name}='{value}'" for name, value in guard_variables(lib_dir(), os.environ).items()),
         "export SUBKV='auto'",
     ]
     # a container has another library path

@@ -6,6 +6,9 @@ llama_cpp is imported, its device gets the layers of a model that is to have non
 flash attention that is off is automatic. A model whose layers are to be on devices gets the GPUs, if there are any,
 and not the plug-in's device, to which llama.cpp would give a part of the layers. Python imports only the first
 sitecustomize; this one runs the next.
+
+A llama_cpp of another version than our libraries fit, which a wrapper such as `timeout` has started, gets its own
+llama.cpp and the plug-in instead of our libraries, whose structures may differ from those that it knows.
 """
 
 import os
@@ -26,6 +29,8 @@ LOADERS = ("llama_model_load_from_file", "llama_model_load_from_splits", "llama_
 ALL_LAYERS = 0x7FFFFFFF
 AUTO, OFF = -1, 0  # enum llama_flash_attn_type
 GPU, INTEGRATED = 1, 2  # enum ggml_backend_dev_type
+OURS = "SUBKV_LLAMA_CPP"  # VERSION:FOLDER of our libraries, and the llama-cpp-python that they fit
+LIBRARIES = ("LLAMA_CPP_LIB_PATH", "MTMD_CPP_LIB")
 MARK = "_subkv_plugin"  # of sys: another installation's sitecustomize has run before
 
 
@@ -103,6 +108,32 @@ def _load_plugin(module: "ModuleType", path: str) -> None:
                 setattr(module, name, _changed(getattr(module, name), change))
 
 
+def _leave_our_libraries(package: str) -> None:
+    """Remove our libraries from the variables if they do not fit a llama_cpp, whose folder is `package`."""
+    import re
+
+    version, _, folder = os.environ.get(OURS, "").partition(":")
+    if not folder or os.environ.get(LIBRARIES[0]) != folder:
+        return
+    try:
+        with open(os.path.join(package, "__init__.py"), encoding="utf-8") as file:
+            found = re.search(r"^__version__ *= *[\"']([^\"']*)", file.read(), re.M)
+    except (OSError, ValueError):
+        return
+    if not found or found[1] == version:
+        return
+    for name in LIBRARIES:
+        if os.environ.get(name, "").startswith(folder):
+            del os.environ[name]
+    plugin = os.path.join(folder, PLUGIN)
+    why = f"llama-cpp-python {found[1]} is not {version} and loads its own llama.cpp"
+    if os.path.isfile(plugin):
+        os.environ.setdefault("GGML_BACKEND_PATH", plugin)
+        print(f"subkv: {why}, which gets the plug-in", file=sys.stderr)
+    else:
+        _say(f"{why}; there is no {plugin}")
+
+
 class PluginFinder:
     """Finds llama_cpp.llama_cpp by the other finders, and loads the plug-in when the module has run."""
 
@@ -110,8 +141,12 @@ class PluginFinder:
     def find_spec(
         name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
+        if name != MODULE:
+            return None
+        if path:
+            _leave_our_libraries(path[0])
         plugin = os.environ.get("GGML_BACKEND_PATH", "")
-        if name != MODULE or os.path.basename(plugin) != PLUGIN:
+        if os.path.basename(plugin) != PLUGIN:
             return None
         finders = [finder for finder in sys.meta_path if finder is not PluginFinder and hasattr(finder, "find_spec")]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
