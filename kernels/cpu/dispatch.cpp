@@ -86,8 +86,9 @@ struct Choice {
             available[n++] = &ops_neon;
         }
 #endif
-        chosen = available[n - 1];
-        if (const char * name = std::getenv("SUBKV_KERNEL")) {
+        chosen            = available[n - 1];
+        const char * name = std::getenv("SUBKV_KERNEL");
+        if (name && *name) {
             choose(name);
         }
     }

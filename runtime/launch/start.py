@@ -23,6 +23,7 @@ from runtime.launch.variables import (
     ANY_MODEL,
     CACHE,
     cache_variables,
+    check_variables,
     fit_memory,
     library_variables,
     request_variables,
@@ -189,6 +190,8 @@ def prepare_start(
         with concerning(hf_repo="-hf"):
             arguments = with_hub_models(arguments)
     inherited = doors.door_environment(program.door, arguments)
+    if not arguments.ordinary or arguments.codes_draft:
+        check_variables({**(defaults or {}), **inherited, **request_variables(request)})
     variables = _variables(program, arguments, request, strict)
     inherited.pop(CACHE, None)
     return Start(program.path, [program.name, *arguments.arguments], {**(defaults or {}), **inherited, **variables})

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from runtime import options
 from subkv.base.command import group
-from subkv.base.errors import CacheError, concerning
+from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.engine.request import AUTOMATIC, CacheRequest
-from subkv.format.window import VARIABLES
+from subkv.format.window import VARIABLES, Window
 from subkv.native.bases import AUTO, CODED
 from subkv.native.library import LIB_PATH
 from subkv.native.paths import mtmd_variable
@@ -39,6 +39,23 @@ def request_variables(request: CacheRequest) -> dict[str, str]:
     request.window.check_adapt()
     bits = {} if request.kv_bits is None else {BITS: f"{request.kv_bits:g}"}
     return bits | {VARIABLES[name]: str(value) for name, value in request.window.requested().items()}
+
+
+def check_variables(environment: Mapping[str, str]) -> None:
+    """Raises SubkvError about a variable of a window or of bits that no context accepts.
+
+    llama-cpp-python with verbose=False hides the reason of libllama.
+    """
+    variables = {"kv_bits": BITS, **VARIABLES}
+    given: dict[str, Any] = {name: text for name, variable in variables.items() if (text := environment.get(variable))}
+    for name in given.keys() - {"adapt"}:
+        try:
+            given[name] = float(given[name]) if name == "kv_bits" else int(given[name])
+        except ValueError:
+            raise SubkvError(variables[name], f"expected a number, found {given[name]!r}") from None
+    bits = given.pop("kv_bits", None)
+    with concerning(**variables):
+        request_variables(CacheRequest(window=Window.of(**given), kv_bits=bits))
 
 
 request_options = group(

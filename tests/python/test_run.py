@@ -394,6 +394,23 @@ def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("SUBKV_BITS", "abc", "expected a number, found 'abc'"),
+        ("SUBKV_BITS", "99", "expected bits per element, more than 0 and at most 64, found 99.0"),
+        ("SUBKV_RECENT", "-1", "expected 0 or more tokens, found -1"),
+        ("SUBKV_ADAPT", "x", "expected k, v or kv, found 'x'"),
+    ],
+)
+def test_inherited_variables_that_no_context_accepts(
+    variable: str, value: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    done = CliRunner().invoke(cli.main, ["run", sys.executable, "-c", "pass"], prog_name="subkv")
+    assert done.exit_code == 1 and done.stderr.splitlines()[-1] == f"{variable}: {reason}"
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="links to programs: Windows has none")
 def test_env_with_a_python_of_another_version(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its llama_cpp would load our libraries, whose structures are others."""
