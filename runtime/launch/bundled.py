@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -75,7 +76,7 @@ def interpreter_of(path: Path, environment: Mapping[str, str]) -> Interpreter | 
     with open(script, "rb") as handle:
         words = os.fsdecode(handle.readline(4096))[2:].split()
     if words and program_name(words[0]) == "env":
-        words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+        words = list(itertools.dropwhile(lambda word: word.startswith("-") or "=" in word, words[1:]))
     found = shutil.which(words[0], path=environment.get("PATH")) if words else None
     kind = _kind(Path(found)) if found else ""
     return Interpreter(kind, Path(found), script, tuple(words[1:])) if found and kind else None
@@ -154,8 +155,8 @@ def _folder(interpreter: Interpreter, arguments: Sequence[str]) -> Path:
 
 @dataclass(frozen=True)
 class PythonCommand:
-    """What a command line tells Python. folder: where it looks for modules first; isolated: it reads no PYTHON…
-    variables.
+    """What a command line tells Python. folder: where it looks for modules first; isolated: it imports no sitecustomize
+    of PYTHONPATH.
     """
 
     folder: Path
@@ -174,7 +175,7 @@ def python_command(arguments: Sequence[str]) -> PythonCommand:
                 next(words, None)
             continue
         flags = re.match(r"-[bBdEhiIOPqRsStuvVx?]*", word)
-        isolated = isolated or bool(flags and {"E", "I"} & set(flags[0]))
+        isolated = isolated or bool(flags and {"E", "I", "S"} & set(flags[0]))
         rest = word[flags.end() :] if flags else ""
         if rest[:1] in ("m", "c"):
             break

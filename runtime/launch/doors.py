@@ -85,7 +85,8 @@ def our_door(libraries: Path, listed: str | None, alone: str | None, environment
         return Door(
             None,
             f"loads no llama.cpp when it starts; a llama-cpp-python of version {pinned()} in it uses our libraries in "
-            f"{libraries}; if it loads another llama.cpp later, start it by `{COMMAND} run --plugin`",
+            f"{libraries}, one of another version the plug-in; if it is no Python and loads another llama.cpp later, "
+            f"start it by `{COMMAND} run --plugin`",
             variables=guard_variables(libraries, environment),
         )
     found = programs.library_in(alone or "", "libllama")  # by a path of the program
@@ -124,7 +125,8 @@ def _require_variables(path: Path, arguments: Sequence[str], environment: Mappin
     if python_command([*interpreter.options, *(() if interpreter.script else arguments)]).isolated:
         raise SubkvError(
             "program",
-            f"expected a Python that reads PYTHONPATH, by which it gets the plug-in, found {path} with -I or -E",
+            f"expected a Python that imports a sitecustomize of PYTHONPATH, which loads the plug-in, found {path} with "
+            "-E, -I or -S",
         )
 
 

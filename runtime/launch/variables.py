@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ import click
 from runtime import options
 from subkv.base.command import group
 from subkv.base.errors import CacheError, SubkvError, concerning
+from subkv.base.numbers import shown
 from subkv.engine.request import AUTOMATIC, CacheRequest
 from subkv.format.window import VARIABLES, Window
 from subkv.native.bases import AUTO, CODED
@@ -48,11 +50,12 @@ def check_variables(environment: Mapping[str, str]) -> None:
     """
     variables = {"kv_bits": BITS, **VARIABLES}
     given: dict[str, Any] = {name: text for name, variable in variables.items() if (text := environment.get(variable))}
-    for name in given.keys() - {"adapt"}:
-        try:
-            given[name] = float(given[name]) if name == "kv_bits" else int(given[name])
-        except ValueError:
-            raise SubkvError(variables[name], f"expected a number, found {given[name]!r}") from None
+    for name in given.keys() - {"adapt"}:  # the forms that libsubkv reads
+        form = r"[0-9]+(\.[0-9]*)?" if name == "kv_bits" else r"[+-]?[0-9]{1,18}"
+        if not re.fullmatch(form, given[name], re.ASCII):
+            kind = "bits per element, such as 3 or 4.25" if name == "kv_bits" else "a whole number"
+            raise SubkvError(variables[name], f"expected {kind}, found {shown(given[name])}")
+        given[name] = float(given[name]) if name == "kv_bits" else int(given[name])
     bits = given.pop("kv_bits", None)
     with concerning(**variables):
         request_variables(CacheRequest(window=Window.of(**given), kv_bits=bits))

@@ -277,17 +277,23 @@ def test_arguments_of_python(
 
 
 def test_a_wrapper_starts_python_of_another_version(tmp_path: Path) -> None:
-    """It imports its own llama.cpp and the plug-in, not our libraries, whose structures it may not know."""
+    """It imports its own llama.cpp, not our libraries, whose structures it may not know, and the plug-in."""
     package = tmp_path / "llama_cpp"
     package.mkdir()
     show = "import json, os; print(json.dumps(dict(os.environ)))"
     (package / "llama_cpp.py").write_text(show)
-    (tmp_path / "app.py").write_text("import llama_cpp")
+    app = tmp_path / "app.py"
+    app.write_text("import os, llama_cpp\nassert os.environ['LLAMA_CPP_LIB_PATH'], 'for processes that it starts'")
     for version in ("0.2.1", bundled.pinned()):
         (package / "__init__.py").write_text(f'__version__ = "{version}"\nfrom .llama_cpp import *\n')
-        variables = variables_of(Path("/usr/bin/env"), sys.executable, tmp_path / "app.py")
-        said = f"llama-cpp-python {version} is not {bundled.pinned()} and loads its own llama.cpp"
-        assert has_plugin(variables) == (said in variables["stderr"]) == (version == "0.2.1")
+        variables = variables_of(Path("/usr/bin/env"), sys.executable, app, GGML_BACKEND_PATH="/opt/other.so")
+        said = (
+            f"llama-cpp-python {version} is not {bundled.pinned()} and loads its own llama.cpp, which gets the plug-in"
+        )
+        assert ("LLAMA_CPP_LIB_PATH" not in variables) == (said in variables["stderr"]) == (version == "0.2.1")
+        ordinary = variables_of(Path("/usr/bin/env"), sys.executable, app, "-ctk", "q8_0")
+        assert "plug-in" not in ordinary["stderr"].partition("KV cache: q8_0")[2]
+        assert ("LLAMA_CPP_LIB_PATH" not in ordinary) == (version == "0.2.1")
     assert variables["LLAMA_CPP_LIB_PATH"] == str(OURS)
 
 
@@ -299,10 +305,14 @@ def test_python_that_reads_no_variables(tmp_path: Path, monkeypatch: pytest.Monk
     text = tmp_path / "app"
     text.write_text(f"#!{sys.executable} -E\n")
     text.chmod(0o755)
-    for program, arguments in ((sys.executable, ["-I", "-c", "pass"]), (str(text), [])):
-        with pytest.raises(SubkvError, match="expected a Python that reads PYTHONPATH, .* with -I or -E"):
+    by_env = tmp_path / "by_env"
+    by_env.write_text(f"#!/usr/bin/env -S A=b {sys.executable} -I\n")
+    by_env.chmod(0o755)
+    isolated: list[tuple[str, list[str]]] = [(sys.executable, ["-S", "x.py"]), (str(text), []), (str(by_env), [])]
+    for program, arguments in isolated:
+        with pytest.raises(SubkvError, match="expected a Python that imports a sitecustomize .* with -E, -I or -S"):
             start.find_program(program, dict(os.environ), arguments=arguments)
-        with pytest.raises(SubkvError, match="expected a Python that reads PYTHONPATH, .* with -I or -E"):
+        with pytest.raises(SubkvError, match="expected a Python that imports a sitecustomize .* with -E, -I or -S"):
             start.find_program(program, dict(os.environ), plugin=True, arguments=arguments)
 
 
@@ -431,7 +441,8 @@ def test_doctor_tells_the_door(tmp_path: Path) -> None:
     ours = CliRunner().invoke(cli.main, ["doctor", "true"], prog_name="subkv")
     assert ours.output == (
         f"{shutil.which('true')} loads no llama.cpp when it starts; a llama-cpp-python of version {bundled.pinned()} "
-        f"in it uses our libraries in {OURS}; if it loads another llama.cpp later, start it by `subkv run --plugin`\n"
+        f"in it uses our libraries in {OURS}, one of another version the plug-in; if it is no Python and loads another "
+        "llama.cpp later, start it by `subkv run --plugin`\n"
     )
     other = {doors.BACKEND_PATH: "/opt/libggml-other.so"}
     other_backend = CliRunner().invoke(cli.main, ["doctor", str(program)], prog_name="subkv", env=other)

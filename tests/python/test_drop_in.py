@@ -248,11 +248,15 @@ def test_a_vocabulary_alone(coded_model: Models) -> None:
             lambda: llm("the cat"),
             lambda: next(iter(llm.generate([1, 2]))),
             lambda: llm.create_chat_completion(text),
-            lambda: llm.embed("the cat"),
         ]
         for call in needs_weights:
-            with pytest.raises((SubkvError, RuntimeError)):
+            with pytest.raises(SubkvError, match="^vocab_only: expected a model with its weights, found its vocab"):
                 call()
+    with (
+        Llama(coded_model(), vocab_only=True, embedding=True, verbose=False) as llm,
+        pytest.raises(SubkvError, match="^vocab_only: expected a model with its weights, found its vocabulary alone$"),
+    ):
+        llm.embed("the cat")
 
 
 def test_reset_forgets(coded_model: Models) -> None:

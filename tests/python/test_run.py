@@ -397,7 +397,8 @@ def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "reason"),
     [
-        ("SUBKV_BITS", "abc", "expected a number, found 'abc'"),
+        ("SUBKV_BITS", "1e1", "expected bits per element, such as 3 or 4.25, found '1e1'"),
+        ("SUBKV_RECENT", "1.5", "expected a whole number, found '1.5'"),
         ("SUBKV_BITS", "99", "expected bits per element, more than 0 and at most 64, found 99.0"),
         ("SUBKV_RECENT", "-1", "expected 0 or more tokens, found -1"),
         ("SUBKV_ADAPT", "x", "expected k, v or kv, found 'x'"),

@@ -276,15 +276,18 @@ def test_trial(
 
     wrong, broken = (dataclasses.replace(kernels, attend=function) for function in (attend, failing))
     gpu, made = torch.device("cuda", 7), {"cuda": kernels, "triton": wrong}
-    monkeypatch.setattr(torch_kernels, "_CHOSEN", {})
+    monkeypatch.setattr(torch_kernels, "_TRIED", {})
     monkeypatch.setattr(torch_kernels, "_lacking", lambda name, device: None)
     monkeypatch.setattr(torch_kernels, "_made", made.__getitem__)
     on_device = torch_kernels.trial
     monkeypatch.setattr(torch_kernels, "trial", lambda kernels, codecs, _: on_device(kernels, codecs, device))
     assert torch_kernels.choose(gpu, codecs) is kernels
-    made["cuda"] = broken
-    assert torch_kernels.choose(gpu, codecs) is kernels  # was chosen for this device
     assert not caplog.messages
+    made["cuda"] = dataclasses.replace(broken, refusal=lambda codecs: "too large")  # a second trial would fail
+    assert torch_kernels.choose(gpu, codecs) is torch_kernels.IN_TORCH  # for this layer
+    assert caplog.messages[0] == "kernel: cuda is not used for a layer on device cuda:7: too large"
+    made["cuda"] = broken
+    caplog.clear()
     assert torch_kernels.choose(torch.device("cuda", 8), codecs) is torch_kernels.IN_TORCH
     assert caplog.messages == [
         "kernel: cuda is not used on device cuda:8: RuntimeError: no kernel image",

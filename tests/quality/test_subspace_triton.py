@@ -135,7 +135,7 @@ def test_choice_of_kernels(small: tuple[Any, Any], monkeypatch: pytest.MonkeyPat
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     chosen: dict[Any, Any] = {}
-    monkeypatch.setattr(torch_kernels, "_CHOSEN", chosen)
+    monkeypatch.setattr(torch_kernels, "_TRIED", chosen)
     monkeypatch.setattr(torch_kernels, "trial", lambda kernels, codecs, device: None)
     assert choose(gpu).name == "triton"
     assert choose(gpu, "torch").name == "torch"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from subkv.base.closed import mark_closed
-from subkv.base.errors import CacheError
+from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.checkpoints import Checkpoints, of_window
 from subkv.native import library
 from subkv.native.binding import C, internals
@@ -21,11 +21,14 @@ class GuardedContext:
     It has the other attributes and methods of the llama_cpp context that it wraps, which frees the native context.
     """
 
-    def __init__(self, context: internals.LlamaContext, recurrent: bool, sliding: bool) -> None:
+    def __init__(
+        self, context: internals.LlamaContext, recurrent: bool, sliding: bool, vocab_only: bool = False
+    ) -> None:
         """recurrent: it has recurrent state, from which tokens cannot be removed. sliding: sliding layers keep their
-        window only.
+        window only. vocab_only: its model was loaded without weights.
         """
         self._context = context
+        self.vocab_only = vocab_only
         self.process = os.getpid()  # that created it
         self.lock = threading.RLock()  # held by the thread that uses the context
         # of sequence 0: cells may have been evaluated behind other tokens than those that are now before them
@@ -62,7 +65,13 @@ class GuardedContext:
         finally:
             self.lock.release()
 
+    def require_weights(self) -> None:
+        """Raises SubkvError where llama.cpp would end the process, because it needs layers that were not loaded."""
+        if self.vocab_only:
+            raise SubkvError("vocab_only", "expected a model with its weights, found its vocabulary alone")
+
     def decode(self, batch: Any) -> None:
+        self.require_weights()
         if os.getpid() != self.process:
             raise CacheError(
                 "",

@@ -74,8 +74,6 @@ def _choose(
     """The cache that the arguments request, with room for drafts. arguments: of the parent class. Raises SubkvError."""
     derive = not (arguments["embedding"] or arguments["vocab_only"])  # these read a cache once, or have none
     choice = with_room_for_drafts(choose_cache(path, requested, derive), requested.window, n_draft)
-    if requested.bases is not None and not choice.coded:
-        raise CacheError("bases", f"expected a coefficient cache ('subkv'), found {choice.name}")
     if requested.kv_memory is None:
         return choice
     return fitted(path, requested, choice, expected_params(arguments, choice, flash_attention(flash_attn, choice)))
@@ -160,7 +158,7 @@ class Llama(llama_cpp.Llama):
             choice, requested, lambda chosen: self._open(path, chosen, flash_attn, progress, arguments, kwargs)
         )
         own = replace(requested, kv_cache=choice.name if choice.coded else "f16").arguments()
-        if choice.coded and requested.kv_memory is None and choice.budget != choice.budget_default:
+        if choice.coded and kv_bits is kv_memory is None and choice.budget != choice.budget_default:
             own["kv_bits"] = float(f"{choice.budget:g}")  # also that of kv_cache="subkv:4.25"
         self._arguments = own | {"flash_attn": flash_attn, "progress": progress, "prompt_cache": prompt_cache}
         self._complete(path, arguments)
@@ -202,14 +200,14 @@ class Llama(llama_cpp.Llama):
                 raise SubkvError("lora_path", last_log_error(log) or f"cannot use the adapter {self.lora_path}")
         self._kv_log: LogLines = log
         if choice.coded and not arguments["vocab_only"]:
-            self.kv_stats()  # raises if llama.cpp has created a context without cells
+            self._stats()  # raises if llama.cpp has created a context without cells
         return choice
 
     def _complete(self, path: Path, arguments: dict[str, Any]) -> None:
         """Set what the parent class lacks, once the context is open."""
         recurrent = self._is_recurrent or self._is_hybrid
         sliding = C.llama_model_n_swa(self._model.model) > 0 and not self._swa_full
-        self._ctx = GuardedContext(self._ctx, recurrent, sliding)
+        self._ctx = GuardedContext(self._ctx, recurrent, sliding, bool(arguments["vocab_only"]))
         self.loaded_model = Model(path, arguments["n_gpu_layers"], self._model.model)
         if len(self.input_ids) < self._n_ctx:  # llama.cpp rounds n_ctx up, but not the parent's arrays
             self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
@@ -322,19 +320,17 @@ class Llama(llama_cpp.Llama):
         """The cache of this context."""
         return self._choice
 
-    def _require_weights(self) -> None:
-        """llama.cpp ends the process where it needs layers of a model that was loaded without them."""
-        if self._model_params.vocab_only:
-            raise SubkvError("vocab_only", "expected a model with its weights, found its vocabulary alone")
-
     def kv_stats(self) -> KVStats:
         """Allocated bytes of the KV cache, and the size of an f16 cache."""
-        self._require_weights()
+        self._ctx.require_weights()
+        return self._stats()
+
+    def _stats(self) -> KVStats:
         return context_stats(self._model.model, self._ctx.ctx, self._choice, self._kv_log)
 
     def adapt_stats(self) -> list[AdaptStats]:
         """Statistics of adaptive bases per layer and side; empty without them."""
-        self._require_weights()
+        self._ctx.require_weights()
         return adapt_stats(self._ctx.ctx, C.llama_model_n_layer(self._model.model))
 
     def bases_report(self) -> dict[str, str]:
@@ -377,7 +373,7 @@ class Llama(llama_cpp.Llama):
 
     def _eval(self, tokens: list[int], n_draft: int) -> None:
         """As eval(); the last n_draft tokens are a draft: they and the token before them need logits."""
-        self._require_weights()
+        self._ctx.require_weights()
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise CacheError(
                 "n_ctx", f"expected at most {self._n_ctx} tokens in the context, found {self.n_tokens + len(tokens)}"

@@ -154,6 +154,15 @@ def _layer(k: RowCodec, v: RowCodec) -> _Layer:
     return _LAYERS[k]
 
 
+def refusal(codecs: Pair[RowCodec]) -> str | None:
+    """Why these kernels do not run a layer, such as heads that do not fit in the device's shared memory; or None."""
+    try:
+        _layer(*codecs)
+    except CacheError as e:
+        return e.reason
+    return None
+
+
 def row_bytes(codec: RowCodec) -> int:
     """Kernels.row_bytes."""
     return codec.row_bytes

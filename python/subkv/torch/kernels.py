@@ -35,13 +35,14 @@ class Kernels:
     row_bytes(codec): bytes of a cell's row. encode and attend define the order of bytes within 64 cells. encode(codecs,
     vectors [batch, n_head_kv, n, d], output rows [batch, n_cells, row_bytes] uint8, each of keys and of values, first
     cell): returns the number of heads' rows that were not finite and became zero rows, [batch]. attend: as in
-    attend.py.
+    attend.py. refusal(codecs): why a layer cannot use them, or None.
     """
 
     name: str
     row_bytes: Callable[[RowCodec], int]
     encode: Callable[[Pair[RowCodec], Pair[Tensor], Pair[Tensor], int], Tensor]
     attend: Callable[[Tensor, Cells, Tensor | None, Logits], Tensor]
+    refusal: Callable[[Pair[RowCodec]], str | None] = lambda codecs: None
 
 
 def side_by_side(encode: Callable[[RowCodec, Tensor, Tensor, int], Tensor]) -> Callable[..., Tensor]:
@@ -76,25 +77,29 @@ def choose(device: torch.device, codecs: Pair[RowCodec], name: str | None = None
     """
     check(name)
     if name is None:
-        if device not in _CHOSEN:
-            _CHOSEN[device] = _agreeing(device, codecs) if device.type == "cuda" else IN_TORCH
-        return _CHOSEN[device]
+        return _agreeing(device, codecs) if device.type == "cuda" else IN_TORCH
     if lacking := _lacking(name, device):
         raise CacheError("kernel", f"expected {lacking[0]} for {name!r}, found {lacking[1]}")
     return _made(name)
 
 
-_CHOSEN: dict[torch.device, Kernels] = {}  # that nobody named
+_TRIED: dict[tuple[str, torch.device], str | None] = {}  # results of trials
 
 
 def _agreeing(device: torch.device, codecs: Pair[RowCodec]) -> Kernels:
     for name in (CUDA, TRITON):
-        if _lacking(name, device) is None:
-            kernels = _made(name)
-            reason = trial(kernels, codecs, device)
-            if reason is None:
+        if _lacking(name, device) is not None:
+            continue
+        kernels = _made(name)
+        if (name, device) not in _TRIED:
+            reason = _TRIED[name, device] = trial(kernels, codecs, device)
+            if reason is not None:
+                LOG.warning("kernel: %s is not used on device %s: %s", name, device, reason)
+        if _TRIED[name, device] is None:
+            refusal = kernels.refusal(codecs)
+            if refusal is None:
                 return kernels
-            LOG.warning("kernel: %s is not used on device %s: %s", name, device, reason)
+            LOG.warning("kernel: %s is not used for a layer on device %s: %s", name, device, refusal)
     return IN_TORCH
 
 
@@ -102,8 +107,12 @@ def trial(kernels: Kernels, codecs: Pair[RowCodec], device: torch.device) -> str
     """Why kernels must not be used unasked: they fail, or differ from torch's on random rows. None: they agree."""
     rng = torch.Generator().manual_seed(0)
     n_head = len(codecs[0].bands)
-    k, v = (torch.randn(2, n_head, N_TRIED, codec.d, generator=rng).to(device) for codec in codecs)
-    q = torch.randn(2, 2 * n_head, N_TRIED, codecs[0].d, generator=rng).to(device)
+
+    def random(n_heads: int, d: int) -> Tensor:  # whatever the default device is
+        return torch.randn(2, n_heads, N_TRIED, d, generator=rng, device="cpu").to(device)
+
+    k, v = (random(n_head, codec.d) for codec in codecs)
+    q = random(2 * n_head, codecs[0].d)
 
     def outputs(of: Kernels) -> list[Tensor]:
         room = -(-N_TRIED // 64) * 64  # whole tiles
@@ -121,6 +130,8 @@ def trial(kernels: Kernels, codecs: Pair[RowCodec], device: torch.device) -> str
             error = float((actual - expected).norm() / expected.norm())
             if not error <= TRIAL_ERROR:
                 return f"expected outputs within {TRIAL_ERROR} of torch's, found a distance of {error:.2g}"
+    except torch.OutOfMemoryError:
+        raise
     except Exception as e:  # of a compiler, a driver, or the kernels
         return f"{type(e).__name__}: {e}"
     return None
@@ -130,7 +141,8 @@ def _made(name: str) -> Kernels:
     if name == CUDA:
         from subkv.torch import cuda_kernels  # loads libsubkv
 
-        return Kernels(CUDA, cuda_kernels.row_bytes, cuda_kernels.encode, cuda_kernels.attend)
+        functions = cuda_kernels.row_bytes, cuda_kernels.encode, cuda_kernels.attend, cuda_kernels.refusal
+        return Kernels(CUDA, *functions)
     if name == TRITON:
         from subkv.torch import triton_kernels  # imports triton, which some platforms lack
 

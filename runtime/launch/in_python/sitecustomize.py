@@ -13,6 +13,7 @@ llama.cpp and the plug-in instead of our libraries, whose structures may differ 
 
 import os
 import sys
+from contextlib import nullcontext
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MODULE = "llama_cpp.llama_cpp"
+MODULES = (MODULE, "llama_cpp.mtmd_cpp")  # that load libraries
 PLUGIN, DEVICE = "libggml-subkv.so", b"SUBKV"
 PATCHED = "_Z20llama_subkv_store_onv"  # of our libllama, which needs no plug-in
 CONTEXTS = ("llama_init_from_model", "llama_new_context_with_model")
@@ -82,7 +84,7 @@ def _load_plugin(module: "ModuleType", path: str) -> None:
     if not lib.ggml_backend_dev_by_name(DEVICE):
         if lib.ggml_backend_reg_count() == 0:  # all are loadable, and llama.cpp would load them, this one too
             lib.ggml_backend_load_all()
-        else:
+        if not lib.ggml_backend_dev_by_name(DEVICE):
             lib.ggml_backend_load(os.fsencode(path))
     device = lib.ggml_backend_dev_by_name(DEVICE)
     if not device:
@@ -108,30 +110,46 @@ def _load_plugin(module: "ModuleType", path: str) -> None:
                 setattr(module, name, _changed(getattr(module, name), change))
 
 
-def _leave_our_libraries(package: str) -> None:
-    """Remove our libraries from the variables if they do not fit a llama_cpp, whose folder is `package`."""
+def _other_version(package: str) -> str:
+    """The version of a llama_cpp, whose folder is `package`, that would load our libraries, which do not fit it; or "".
+
+    SUBKV_LLAMA_CPP: what they fit, and their folder.
+    """
     import re
 
-    version, _, folder = os.environ.get(OURS, "").partition(":")
+    ours, _, folder = os.environ.get(OURS, "").partition(":")
     if not folder or os.environ.get(LIBRARIES[0]) != folder:
-        return
+        return ""
     try:
         with open(os.path.join(package, "__init__.py"), encoding="utf-8") as file:
             found = re.search(r"^__version__ *= *[\"']([^\"']*)", file.read(), re.M)
     except (OSError, ValueError):
-        return
-    if not found or found[1] == version:
-        return
-    for name in LIBRARIES:
-        if os.environ.get(name, "").startswith(folder):
-            del os.environ[name]
-    plugin = os.path.join(folder, PLUGIN)
-    why = f"llama-cpp-python {found[1]} is not {version} and loads its own llama.cpp"
-    if os.path.isfile(plugin):
-        os.environ.setdefault("GGML_BACKEND_PATH", plugin)
-        print(f"subkv: {why}, which gets the plug-in", file=sys.stderr)
-    else:
-        _say(f"{why}; there is no {plugin}")
+        return ""
+    return found[1] if found and found[1] != ours else ""
+
+
+class _WithoutOurLibraries:
+    """During an import llama_cpp does not find our libraries; processes that start later may need them."""
+
+    def __enter__(self) -> None:
+        self._kept = {name: os.environ.pop(name) for name in LIBRARIES if name in os.environ}
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.update(self._kept)
+
+
+def _plugin_of(version: str) -> str:
+    """The plug-in for a llama_cpp of another version, or "" if the user wants none. Says which llama.cpp it loads."""
+    ours, _, folder = os.environ[OURS].partition(":")
+    plugin = os.path.join(folder, PLUGIN) if os.environ.get("SUBKV", "off") != "off" else ""
+    why = f"llama-cpp-python {version} is not {ours} and loads its own llama.cpp"
+    if not plugin:
+        return ""
+    if not os.path.isfile(plugin):
+        _say(f"{why}; expected the plug-in {plugin}, found none")
+        return ""
+    print(f"subkv: {why}, which gets the plug-in", file=sys.stderr)
+    return plugin
 
 
 class PluginFinder:
@@ -141,23 +159,28 @@ class PluginFinder:
     def find_spec(
         name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        if name != MODULE:
+        if name not in MODULES or not path:
             return None
-        if path:
-            _leave_our_libraries(path[0])
+        version = _other_version(path[0])
         plugin = os.environ.get("GGML_BACKEND_PATH", "")
-        if os.path.basename(plugin) != PLUGIN:
+        plugin = plugin if os.path.basename(plugin) == PLUGIN and name == MODULE else ""
+        if not (version or plugin):
             return None
+        hidden = _WithoutOurLibraries() if version else nullcontext()
         finders = [finder for finder in sys.meta_path if finder is not PluginFinder and hasattr(finder, "find_spec")]
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
+        with hidden:
+            spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
         run = getattr(spec and spec.loader, "exec_module", None)
         if spec is None or run is None:
             return spec
 
         def exec_module(module: "ModuleType") -> None:
-            run(module)
+            with hidden:
+                run(module)
+            file = plugin or (_plugin_of(version) if name == MODULE else "")
             try:
-                _load_plugin(module, plugin)
+                if file:
+                    _load_plugin(module, file)
             except (AttributeError, OSError) as error:
                 _say(str(error))
 

@@ -159,7 +159,8 @@ void check_ordinary(const CacheChoice & choice, const CacheRequest & asked) {
     for (const auto & [field, is_asked] : { std::pair("n_sink", asked.n_sink >= 0),
                                             { "n_recent", asked.n_recent >= 0 },
                                             { "n_rollback", asked.n_rollback >= 0 },
-                                            { "adapt", !asked.adapt.empty() } }) {
+                                            { "adapt", !asked.adapt.empty() },
+                                            { "bases", !asked.bases.empty() } }) {
         if (is_asked) {
             refuse_field(field, "expected a coefficient cache ('subkv'), found " + name);
         }

@@ -4,7 +4,8 @@
 // memory is accessible only while they compute, so host code that accesses it crashes.
 //
 // With kernels/cuda, a backend computes as late as it may: when the host waits for its stream. Copies of the host do not
-// wait, as in the CUDA backend, whose copies use another stream. So a wait that the host forgets gives wrong results. Like
+// wait, as in the CUDA backend, whose copies use another stream. So a wait that the host forgets gives wrong results,
+// unless an event hides it: to wait for one is to wait for all streams here. Like
 // a CUDA graph, a graph of the same nodes repeats the launches of the last one, with the arguments that they had then.
 //
 // libggml-emulated also plays CUDA's driver for a plug-in that launches kernels itself (research/gpu/plugin/driver.h): it
@@ -254,7 +255,8 @@ bool asynchronous() {
 
 // Does the first `n` pieces of a backend's work, counted from its start, or all.
 void finish(Backend & backend, uint64_t n = UINT64_MAX) {
-    const auto next = [&] {
+    const std::lock_guard<std::recursive_mutex> lock(working); // pieces run in order, whichever thread waits
+    const auto                                  next = [&] {
         const std::lock_guard<std::mutex> lock(queues);
         Launch                            one;
         if (backend.n_done < n && !backend.work.empty()) {
@@ -275,12 +277,16 @@ void finish(Backend & backend, uint64_t n = UINT64_MAX) {
 
 // Waits for a backend's stream, or for all of them.
 void wait_for(void * stream) {
-    std::vector<Backend *> all;
-    {
-        const std::lock_guard<std::mutex> lock(queues);
-        all = backends;
-    }
-    for (Backend * backend : all) {
+    const std::lock_guard<std::recursive_mutex> lock(working); // no backend ends meanwhile
+    for (size_t i = 0;; ++i) {
+        Backend * backend = nullptr;
+        {
+            const std::lock_guard<std::mutex> list(queues);
+            if (i >= backends.size()) {
+                return;
+            }
+            backend = backends[i];
+        }
         if (!stream || backend == stream) {
             finish(*backend);
         }
@@ -343,8 +349,9 @@ const char * backend_name(ggml_backend_t backend) {
 
 void backend_free(ggml_backend_t backend) {
     auto * mine = (Backend *) backend->context;
-    wait_for(nullptr); // also for copies from this backend, which another one has still to do
     {
+        const std::lock_guard<std::recursive_mutex> work(working);
+        wait_for(nullptr); // also for copies from this backend, which another one has still to do
         const std::lock_guard<std::mutex> lock(queues);
         backends.erase(std::find(backends.begin(), backends.end(), mine));
     }
@@ -459,8 +466,13 @@ bool copy_later(ggml_backend_t from, ggml_backend_t to, const ggml_tensor * src,
     if (!both || !asynchronous() || from == to) {
         return false;
     }
-    auto * source_of = (Backend *) from->context;
-    on_stream(to->context, [source_of, n = source_of->n_done + source_of->work.size(), src = *src, dst = *dst] {
+    auto *   source_of = (Backend *) from->context;
+    uint64_t n;
+    {
+        const std::lock_guard<std::mutex> lock(queues);
+        n = source_of->n_done + source_of->work.size();
+    }
+    on_stream(to->context, [source_of, n, src = *src, dst = *dst] {
         finish(*source_of, n);
         const Work source(*source_of->gpu);
         std::memcpy(dst.data, src.data, ggml_nbytes(&src));
