@@ -26,10 +26,11 @@ _PACKAGES = ("*llama*", "@*llama*/*", "@*/*llama*", ".pnpm/*llama*")  # of node_
 N_FILES = 20_000  # of a folder that are looked at
 SECONDS = 20.0
 REPO = Path(__file__).resolve().parent.parent.parent
-# prints the folder and the version of the llama_cpp that a program would import; argv[1]: the folder of the program
+# prints the folder and the version of the llama_cpp that a program would import; argv: the folder of the program, and
+# those of PYTHONPATH, where this text imports no modules
 _ASK = """
 import importlib.util, json, os, re, sys
-sys.path[0] = sys.argv[1]
+sys.path[:1] = sys.argv[1:]
 found = importlib.util.find_spec("llama_cpp")
 folders = [folder for folder in (found.submodule_search_locations or [])] if found else []
 if folders:
@@ -102,12 +103,12 @@ def python_package(python: Path, folder: Path, environment: Mapping[str, str]) -
 
     folder: of the program, where Python looks first.
     """
-    path = environment.get("PYTHONPATH")  # relative to the current folder
-    own = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))} if path else {}
+    own = environment.get("PYTHONPATH")  # relative to the current folder
+    folders = [folder, *map(os.path.abspath, own.split(os.pathsep))] if own else [folder]
     try:
         done = subprocess.run(
-            [os.path.abspath(python), "-c", _ASK, folder],  # not resolved, because the link tells the environment
-            env={**environment, **own},
+            [os.path.abspath(python), "-c", _ASK, *folders],  # not resolved, because the link tells the environment
+            env={name: value for name, value in environment.items() if name != "PYTHONPATH"},
             cwd=python.resolve().parent,  # where Python looks for modules at first: not in a folder of others
             capture_output=True,
             text=True,

@@ -279,7 +279,8 @@ def test_arguments_of_python(
 def test_a_wrapper_starts_python_of_another_version(tmp_path: Path) -> None:
     """It imports its own llama.cpp, not our libraries, whose structures it may not know, and the plug-in."""
     package = tmp_path / "llama_cpp"
-    package.mkdir()
+    (package / "lib").mkdir(parents=True)
+    (package / "lib" / "libllama.so").write_bytes(b"")  # else subkv_finder would give it ours
     show = "import json, os; print(json.dumps(dict(os.environ)))"
     (package / "llama_cpp.py").write_text(show)
     app = tmp_path / "app.py"

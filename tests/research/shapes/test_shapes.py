@@ -41,7 +41,8 @@ def written(folder: Path, *arguments: Any) -> tuple[Path, Path]:
 def evaluated(model: Path, bases: Path, kind: str) -> Iterator[tuple[Llama, Any]]:
     """A model that has evaluated tokens beyond the exact window, and its logits, which have a plausible spread."""
     tokens = [1 + i % 255 for i in range(N_CTX - 16)]
-    llm = Llama(model, bases=bases, kv_cache=kind, n_ctx=N_CTX, n_threads=1, logits_all=True, verbose=False)
+    given = {"bases": bases} if kind.startswith("subkv") else {}
+    llm = Llama(model, **given, kv_cache=kind, n_ctx=N_CTX, n_threads=1, logits_all=True, verbose=False)
     llm.eval(tokens)
     scores = np.array(llm.scores[: len(tokens)])
     assert np.isfinite(scores).all() and 0.1 < scores.std() < 10
