@@ -132,7 +132,9 @@ class _WithoutOurLibraries:
     """During an import llama_cpp does not find our libraries; processes that start later may need them."""
 
     def __enter__(self) -> None:
-        self._kept = {name: os.environ.pop(name) for name in LIBRARIES if name in os.environ}
+        folder = os.environ[OURS].partition(":")[2]
+        ours = [name for name in LIBRARIES if f"{os.environ.get(name, '')}{os.sep}".startswith(folder + os.sep)]
+        self._kept = {name: os.environ.pop(name) for name in ours}
 
     def __exit__(self, *_: object) -> None:
         os.environ.update(self._kept)
@@ -141,10 +143,10 @@ class _WithoutOurLibraries:
 def _plugin_of(version: str) -> str:
     """The plug-in for a llama_cpp of another version, or "" if the user wants none. Says which llama.cpp it loads."""
     ours, _, folder = os.environ[OURS].partition(":")
-    plugin = os.path.join(folder, PLUGIN) if os.environ.get("SUBKV", "off") != "off" else ""
-    why = f"llama-cpp-python {version} is not {ours} and loads its own llama.cpp"
-    if not plugin:
+    if os.environ.get("SUBKV", "") in ("", "off"):
         return ""
+    plugin = os.path.join(folder, PLUGIN)
+    why = f"llama-cpp-python {version} is not {ours} and loads its own llama.cpp"
     if not os.path.isfile(plugin):
         _say(f"{why}; expected the plug-in {plugin}, found none")
         return ""
