@@ -69,9 +69,9 @@ template <typename Args>
 const char * launch(void (*kernel)(Args), dim3 grid, size_t shared, void * stream, const Args & args,
                     int threads = THREADS) {
     if (shared > 48u << 10) { // The limit is the process's. Another thread may launch the kernel with more than this.
-        const auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) most_shared());
-        if (e != cudaSuccess) {
-            return message_of(e);
+        const auto of = cudaFuncAttributeMaxDynamicSharedMemorySize;
+        if (const char * error = message_of(cudaFuncSetAttribute(kernel, of, (int) most_shared()))) {
+            return error;
         }
     }
     cudaLaunchConfig_t config = {};
@@ -79,8 +79,7 @@ const char * launch(void (*kernel)(Args), dim3 grid, size_t shared, void * strea
     config.blockDim           = dim3((unsigned) threads);
     config.dynamicSmemBytes   = shared;
     config.stream             = (cudaStream_t) stream;
-    const auto e              = cudaLaunchKernelEx(&config, kernel, args);
-    return message_of(e);
+    return message_of(cudaLaunchKernelEx(&config, kernel, args));
 }
 
 constexpr unsigned ALL = 0xffffffffu;

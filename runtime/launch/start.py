@@ -111,6 +111,7 @@ def _variables(program: Program, read: ProgramArguments, request: CacheRequest, 
             raise SubkvError(key, f"expected a coefficient cache (-ctk subkv), found {name}")
         options.note(f"KV cache: {name}, from the arguments")
     if not read.ordinary or read.codes_draft:
+        check_variables({**read.environment, **request_variables(request)})
         with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
             by_default = strict and not read.types
             asked, kind = _with_type(request, read.coded_type), CODED if by_default else AUTO
@@ -190,8 +191,6 @@ def prepare_start(
         with concerning(hf_repo="-hf"):
             arguments = with_hub_models(arguments)
     inherited = doors.door_environment(program.door, arguments)
-    if not arguments.ordinary or arguments.codes_draft:
-        check_variables({**(defaults or {}), **inherited, **request_variables(request)})
     variables = _variables(program, arguments, request, strict)
     inherited.pop(CACHE, None)
     return Start(program.path, [program.name, *arguments.arguments], {**(defaults or {}), **inherited, **variables})

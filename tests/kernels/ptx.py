@@ -145,9 +145,8 @@ class Kernel:
         self.lines_of: list[str] = []  # by instruction: its file and line, if nvcc ran with -lineinfo
         self.immediates: dict[str, Bits] = {}
         self.labels: dict[str, int] = {}
-        self.allowed: tuple[Places, Places] | None = (
-            None  # where global memory may be accessed: starts, ends; None: all
-        )
+        # where global memory may be accessed: starts, ends; None: all
+        self.allowed: tuple[Places, Places] | None = None
         self.adds = True  # False: atomic additions change nothing, for a block that also runs elsewhere
         self.executed: collections.Counter[int] = collections.Counter()  # by instruction: of warps
         self.lines: dict[int, int] = {}  # of the block: when a line of global memory arrives, in trips
@@ -517,8 +516,8 @@ class Warp:
         at, size = self.of_matrix(operands[1:], type_, modifiers[4] == "col")
         lanes = np.arange(len(at)) // 8 if type_ == "f32" else np.full(len(at), SOME_LANE)
         address = "shared" if space == "shared" or at.max() < len(self.kernel.shared.bytes) else "global"
-        of_lane = np.ascontiguousarray(self.read(address, lanes, at, size)).reshape(-1).view(np.uint32)
-        of_lane = of_lane.reshape(LANES, -1).astype(np.uint64)
+        elements = np.ascontiguousarray(self.read(address, lanes, at, size)).reshape(LANES, -1)
+        of_lane = elements.view(np.uint32).astype(np.uint64)
         for i, register in enumerate(registers):
             self.put(register.strip(), np.ascontiguousarray(of_lane[:, i % of_lane.shape[1]]), EVERY)
 

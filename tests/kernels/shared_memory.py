@@ -2,7 +2,7 @@
 
 A race is two accesses to a byte, one of which writes, with nothing that orders them: a barrier of the block if two
 warps make them, that or bar.warp.sync if two lanes of a warp do. Shuffles order no memory. A copy (cp.async) writes
-at some time between its start and the wait of its warp; nobody may read or write the bytes in between.
+at some time between its start and the wait of its warp; no lane may read or write the bytes in between.
 """
 
 from __future__ import annotations
@@ -65,14 +65,19 @@ class SharedMemory:
             first = int(places[~right].min())
             raise Race(f"shared memory at {first}: {what}", int(before[first]))
 
-    def read(self, warp: int, lanes: Places, places: Places) -> Bytes:
-        assert places.max() < len(self.bytes), f"shared: {len(self.bytes)} bytes expected, {places.max() + 1} read"
+    def access(self, what: str, warp: int, lanes: Places, places: Places) -> tuple[int, Places]:
+        """These lanes read or write these bytes after all writes -> the moment, and the lane of each byte."""
+        assert places.max() < len(self.bytes), f"shared: {len(self.bytes)} bytes expected, {places.max() + 1} {what}"
         now, lane = self.moment(warp), np.broadcast_to(lanes[:, None], places.shape)
-        self.expect(~self.copied[places], places, "read before the wait for its copy", self.wrote)
+        self.expect(~self.copied[places], places, f"{what} before the wait for its copy", self.wrote)
         writer = self.writer[places]
-        self.expect((writer == NOBODY) | (writer == warp), places, "read after a write of another warp", self.wrote)
+        self.expect((writer == NOBODY) | (writer == warp), places, f"{what} after a write of another warp", self.wrote)
         mine = (self.written_at[places] != now) | (self.lane[places] == lane) & (lane != SOME_LANE)
-        self.expect(mine, places, "read after a write of another lane", self.wrote)
+        self.expect(mine, places, f"{what} after a write of another lane", self.wrote)
+        return now, lane
+
+    def read(self, warp: int, lanes: Places, places: Places) -> Bytes:
+        now, lane = self.access("read", warp, lanes, places)
         old = self.read_at[places] != now
         self.lanes[places[old]] = 0
         self.read_at[places] = now
@@ -88,19 +93,9 @@ class SharedMemory:
 
     def claim(self, warp: int, lanes: Places, places: Places) -> None:
         """These lanes write these bytes."""
-        assert places.max() < len(self.bytes), f"shared: {len(self.bytes)} bytes expected, {places.max() + 1} written"
-        now, lane = self.moment(warp), np.broadcast_to(lanes[:, None], places.shape)
-        self.expect(~self.copied[places], places, "written before the wait for its copy", self.wrote)
-        writer = self.writer[places]
-        self.expect((writer == NOBODY) | (writer == warp), places, "written after a write of another warp", self.wrote)
-        self.expect(
-            (self.readers[places] & ~np.uint32(1 << warp)) == 0,
-            places,
-            "written after a read of another warp",
-            self.did_read,
-        )
-        mine = (self.written_at[places] != now) | (self.lane[places] == lane) & (lane != SOME_LANE)
-        self.expect(mine, places, "written after a write of another lane", self.wrote)
+        now, lane = self.access("written", warp, lanes, places)
+        others = self.readers[places] & ~np.uint32(1 << warp)
+        self.expect(others == 0, places, "written after a read of another warp", self.did_read)
         mine = (self.read_at[places] != now) | (self.lanes[places] == bits_of(lane)) & (lane != SOME_LANE)
         self.expect(mine, places, "written after a read of another lane", self.did_read)
         self.writer[places], self.wrote[places] = warp, self.instruction

@@ -262,7 +262,7 @@ def test_choice(llama: tuple[Any, SubspaceCache], monkeypatch: pytest.MonkeyPatc
 def test_trial(
     small: tuple[Any, Any], device: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Kernels that nobody named run only if they agree with torch's; a warning names those that do not."""
+    """Kernels that were not requested run only if they agree with torch's; a warning names those that do not."""
     layer = SubspaceCache(small[1], kernel="cuda")._coded[0]
     codecs = layer.codecs[0].to(device), layer.codecs[1].to(device)
     kernels = torch_kernels._made("cuda")

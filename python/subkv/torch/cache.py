@@ -7,10 +7,9 @@
 Layout, codes and exact window are those of the native engine. On a CUDA device the kernels of libsubkv are used if it
 was built with CUDA, whose rows are tiles, or with package triton those of subkv_triton, whose rows are whole words,
 both after a trial (kernels.py); otherwise torch computes in float32 on the model's device (see kv_stats().kernel). The
-window has the model's dtype. Layers without
-bases (sliding windows) keep transformers' own layer cache. Both functions set the model's attention function to
-"subkv", which with any other cache, or none, computes the same as "sdpa". Importing this module does not change
-transformers or other models.
+window has the model's dtype. Layers without bases (sliding windows) keep transformers' own layer cache. Both functions
+set the model's attention function to "subkv", which with any other cache, or none, computes the same as "sdpa".
+Importing this module does not change transformers or other models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Chooses the kernels of a layer of `subkv.SubspaceCache`: libsubkv's or Triton's on CUDA devices, else torch's.
 
-No GPU has run libsubkv's from torch, and Triton's run on many kinds of GPUs. So kernels that nobody named are tried on
-each device first, and used only if they agree with torch's.
+No GPU has run libsubkv's from torch, and Triton's run on many kinds of GPUs. So kernels that were not requested are
+tried on each device first, and used only if they agree with torch's.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ llama.cpp and the plug-in instead of our libraries, whose structures may differ 
 
 import os
 import sys
-from contextlib import nullcontext
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -128,13 +127,16 @@ def _other_version(package: str) -> str:
     return found[1] if found and found[1] != ours else ""
 
 
-class _WithoutOurLibraries:
-    """During an import llama_cpp does not find our libraries; processes that start later may need them."""
+class _Libraries:
+    """During an import llama_cpp finds our libraries only if they fit; processes that start later may need them."""
+
+    def __init__(self, fit: bool) -> None:
+        folder = os.environ.get(OURS, "").partition(":")[2] + os.sep
+        ours = [name for name in LIBRARIES if (os.environ.get(name, "") + os.sep).startswith(folder)]
+        self._hidden = [] if fit else ours
 
     def __enter__(self) -> None:
-        folder = os.environ[OURS].partition(":")[2]
-        ours = [name for name in LIBRARIES if f"{os.environ.get(name, '')}{os.sep}".startswith(folder + os.sep)]
-        self._kept = {name: os.environ.pop(name) for name in ours}
+        self._kept = {name: os.environ.pop(name) for name in self._hidden}
 
     def __exit__(self, *_: object) -> None:
         os.environ.update(self._kept)
@@ -168,16 +170,16 @@ class PluginFinder:
         plugin = plugin if os.path.basename(plugin) == PLUGIN and name == MODULE else ""
         if not (version or plugin):
             return None
-        hidden = _WithoutOurLibraries() if version else nullcontext()
+        libraries = _Libraries(fit=not version)
         finders = [finder for finder in sys.meta_path if finder is not PluginFinder and hasattr(finder, "find_spec")]
-        with hidden:
+        with libraries:
             spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
         run = getattr(spec and spec.loader, "exec_module", None)
         if spec is None or run is None:
             return spec
 
         def exec_module(module: "ModuleType") -> None:
-            with hidden:
+            with libraries:
                 run(module)
             file = plugin or (_plugin_of(version) if name == MODULE else "")
             try:
